@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 ImageSource: TypeAlias = Union[str, "os.PathLike[str]", bytes, "Image.Image"]
 
 # Formats whose decoders are memory-safe enough to be fed by strangers and tell their size before decoding.
-# Not among them: EPS, WMF and the like, which run other programs, and ICO, whose size may be a lie.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "MPO", "AVIF", "JPEG2000", "PPM", "QOI")
+# Not among them: EPS, WMF and the like, which run other programs, and ICO, whose size may be a lie. MPO is
+# a kind of JPEG to Pillow.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
 
 # Pillow's lazy load of one image isn't thread-safe, and a conversation may hold the same PIL image twice.
 _LOADING = threading.Lock()
@@ -181,6 +182,10 @@ def _decoded(data: bytes, limits: ImageLimits, name: str) -> Image.Image:
         limits.check_size(name, *size)
     with _opened(data, name) as image:
         limits.check_size(name, *image.size)
+        if (
+            image.format == "JPEG2000" and data.rfind(b"\xff\xd9") < 0
+        ):  # OpenJPEG takes a bare header for gray
+            raise ImageError(name, "can't be decoded: image file is truncated")
         return _canonical(image, name)
 
 

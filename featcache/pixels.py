@@ -119,6 +119,6 @@ def _scaled(levels: NDArray[np.generic], low: float, high: float) -> NDArray[np.
     rows = max(1, (1 << 20) // levels.shape[1])
     for top in range(0, levels.shape[0], rows):
         strip = levels[top : top + rows].astype(np.float64)
-        strip = (np.nan_to_num(strip, nan=low, posinf=high, neginf=low) - low) * (255.0 / (high - low))
+        strip = (np.nan_to_num(strip, nan=low, posinf=high, neginf=low) - low) * 255.0 / (high - low)
         out[top : top + rows] = np.clip(np.rint(strip), 0, 255)
     return out
