@@ -86,7 +86,7 @@ def open_image(
     if isinstance(content, bytes):
         return _decoded(content, limits, name)
     with _LOADING:
-        return _canonical(content, name)
+        return _canonical(content, name, owned=False)
 
 
 def pixel_digest(
@@ -180,13 +180,11 @@ def _not_empty(data: bytes, name: str) -> bytes:
 def _decoded(data: bytes, limits: ImageLimits, name: str) -> Image.Image:
     if size := _webp_size(data):  # Pillow makes the canvas as it opens the file
         limits.check_size(name, *size)
-    with _opened(data, name) as image:
-        limits.check_size(name, *image.size)
-        if (
-            image.format == "JPEG2000" and data.rfind(b"\xff\xd9") < 0
-        ):  # OpenJPEG takes a bare header for gray
-            raise ImageError(name, "can't be decoded: image file is truncated")
-        return _canonical(image, name)
+    image = _opened(data, name)
+    limits.check_size(name, *image.size)
+    if image.format == "JPEG2000" and data.rfind(b"\xff\xd9") < 0:  # OpenJPEG takes a bare header for gray
+        raise ImageError(name, "can't be decoded: image file is truncated")
+    return _canonical(image, name, owned=True)
 
 
 def _opened(data: bytes, name: str) -> Image.Image:
@@ -204,11 +202,11 @@ def _opened(data: bytes, name: str) -> Image.Image:
         raise ImageError(name, f"its header can't be read: {_reason(exc)}") from exc
 
 
-def _canonical(image: Image.Image, name: str) -> Image.Image:
+def _canonical(image: Image.Image, name: str, owned: bool) -> Image.Image:
     from featcache.pixels import canonical
 
     try:
-        return canonical(image)
+        return canonical(image, owned=owned)
     except Exception as exc:  # OSError for truncated files; of malformed ones Pillow raises nearly anything
         raise ImageError(name, f"can't be decoded: {_reason(exc)}") from exc
 

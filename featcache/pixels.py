@@ -32,11 +32,17 @@ _TRANSPOSE = {
 }
 
 
-def canonical(image: Image.Image) -> Image.Image:
-    """A new RGB image, upright; `image` is loaded but not changed otherwise. Raises what Pillow raises."""
+def canonical(image: Image.Image, *, owned: bool = False) -> Image.Image:
+    """An RGB image, upright and without metadata. Raises what Pillow raises.
+
+    owned: nobody else holds `image`, so that it may be returned itself where nothing has to change (a copy of
+        12 megapixels takes a third of the time of their decoding). Otherwise it is loaded but not changed.
+    """
     deep_colour = any("16" in str(tile[-1]) for tile in getattr(image, "tile", ()))
     image.load()
     rgb = _rgb(image, deep_colour)
+    if rgb is image and not owned:
+        rgb = image.copy()
     method = _TRANSPOSE.get(_orientation(image))
     upright = rgb if method is None else rgb.transpose(method)
     upright.info.clear()  # of EXIF above all: nobody downstream may turn it a second time
@@ -59,7 +65,7 @@ def _rgb(image: Image.Image, deep_colour: bool) -> Image.Image:
         return _over_white(image.convert("LA"))
     if image.has_transparency_data:
         return _over_white(_without_deep_key(image) if deep_colour else image)
-    return image.convert("RGB") if image.mode != "RGB" else image.copy()
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _over_white(image: Image.Image) -> Image.Image:
