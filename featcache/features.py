@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
@@ -75,7 +75,7 @@ class Layout:
                 grid=None if grid is None else (int(grid[0]), int(grid[1]), int(grid[2])),
                 tiles=None if tiles is None else (int(tiles[0]), int(tiles[1])),
             )
-        except (KeyError, TypeError, ValueError, IndexError) as exc:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             raise RecordError(f"layout is not one: {exc!r}") from exc
 
 
@@ -161,10 +161,12 @@ class Header:
                 raise RecordError(f"record format {version!r}; this featcache reads {FORMAT_VERSION!r}")
             layout = Layout.from_json(json.loads(meta["layout"]))
             key, fingerprint, checksum = (bytes.fromhex(meta[k]) for k in ("key", "fingerprint", "checksum"))
-            specs = {n: TensorSpec(str(d["dtype"]), tuple(int(x) for x in d["shape"])) for n, d in doc.items()}
+            specs = {n: TensorSpec(str(d["dtype"]), tuple(map(int, d["shape"]))) for n, d in doc.items()}
             bounds = {n: (d["data_offsets"][0], d["data_offsets"][1]) for n, d in doc.items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as exc:
             raise RecordError(f"a safetensors file, but not a featcache record: {exc!r}") from exc
+        if len(key) != DIGEST_BYTES or len(fingerprint) != DIGEST_BYTES:
+            raise RecordError(f"its key or fingerprint is not of {DIGEST_BYTES} bytes")
         if any(spec.dtype not in DTYPES or min(spec.shape, default=0) < 0 for spec in specs.values()):
             raise RecordError("holds a tensor of a dtype or shape that featcache never writes")
         header = cls.of(key, fingerprint, layout, specs)
@@ -192,6 +194,10 @@ class Features:
             if str(tensor.dtype).removeprefix("torch.") not in _SAFETENSORS_NAME:
                 known = ", ".join(_SAFETENSORS_NAME)
                 raise RecordError(f"tensor {name!r} is {tensor.dtype}; featcache stores {known}")
+            if name == "__metadata__":
+                raise RecordError(
+                    "a tensor can't be called '__metadata__', which safetensors keeps for itself"
+                )
             if tensor.ndim < 1 or tensor.shape[0] != self.layout.num_tokens:
                 raise RecordError(
                     f"tensor {name!r} has shape {tuple(tensor.shape)}, "
@@ -219,7 +225,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor of any dtype, without a copy."""
     import torch
 
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def tensors_of(header: Header, data: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -248,20 +254,25 @@ def pack(key: bytes, features: Features) -> bytes:
 
 
 def unpack(record: bytes | bytearray | memoryview) -> tuple[bytes, Features]:
-    """(key, features) of a record; the tensors are views of `record`, read-only if it is.
+    """(key, features) of a record; the tensors are views of `record`, not to be written to if it is `bytes`.
 
     Raises RecordError if the record is cut short, damaged, or not one.
     """
-    import torch
-
     header, expected, start = Header.from_bytes(record)
     data = memoryview(record)[start:]
     if len(data) != header.data_bytes:
         raise RecordError(f"{len(data)} bytes of tensor data where the header tells of {header.data_bytes}")
     if checksum(header, [data]) != expected:
         raise RecordError("checksum does not match: the record is damaged")
-    if data:
-        flat = torch.frombuffer(data, dtype=torch.uint8)
-    else:
-        flat = torch.empty(0, dtype=torch.uint8)
-    return header.key, Features(tensors_of(header, flat), header.layout, header.fingerprint)
+    return header.key, Features(tensors_of(header, _shared(data)), header.layout, header.fingerprint)
+
+
+def _shared(data: memoryview) -> torch.Tensor:
+    """`data` as a uint8 tensor without a copy, and without torch's warning that it is read-only."""
+    import numpy
+    import torch
+
+    array = numpy.frombuffer(data, numpy.uint8)
+    interface = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+    owner = SimpleNamespace(__array_interface__=interface, array=array)  # numpy keeps it, and it the buffer
+    return torch.from_numpy(numpy.asarray(owner))
