@@ -39,7 +39,7 @@ def format_size(nbytes: int) -> str:
         if abs(value) < 1023.5:
             break
         value, unit = value / 1024, f"{step}iB"
-    if unit == "B" or abs(value) >= 99.95 or value == math.floor(value):
+    if abs(value) >= 99.95 or round(value, 1).is_integer():
         return f"{value:.0f} {unit}"
     return f"{value:.1f} {unit}"
 
