@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpcore2 as httpcore
@@ -25,9 +25,15 @@ _CARRIERS = (
     (ipaddress.IPv6Network("64:ff9b::/96"), 0),  # NAT64
     (ipaddress.IPv6Network("2002::/16"), 80),  # 6to4
 )
+# Ranges that Python's own tables miss in some of the versions we run on.
 _NEVER = (
+    ipaddress.IPv4Network("192.0.0.0/24"),  # protocol assignments
     ipaddress.IPv6Network("64:ff9b:1::/48"),  # NAT64 of one's own network
-    ipaddress.IPv6Network("2001::/32"),  # Teredo
+    ipaddress.IPv6Network("100::/64"),  # discard
+    ipaddress.IPv6Network("2001::/23"),  # Teredo, ORCHID and other assignments
+    ipaddress.IPv6Network("2001:db8::/32"),  # documentation
+    ipaddress.IPv6Network("3fff::/20"),  # documentation
+    ipaddress.IPv6Network("5f00::/16"),  # segment routing
     ipaddress.IPv6Network("fec0::/10"),  # site-local
     ipaddress.IPv4Network("192.88.99.0/24"),  # 6to4 relays
 )
@@ -58,8 +64,8 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
     Names are resolved in threads of its own, so that a slow name server holds up nothing else.
     """
 
-    def __init__(self, *, allow_private: bool) -> None:
-        self._allow_private = allow_private
+    def __init__(self, is_allowed: Callable[[str], bool] = is_public) -> None:
+        self._is_allowed = is_allowed
         self._plain = httpcore.AnyIOBackend()
         self._resolver = ThreadPoolExecutor(32, thread_name_prefix="featcache-resolver")
 
@@ -94,7 +100,7 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
         except (OSError, UnicodeError, ValueError) as exc:
             raise AddressError(host) from exc
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-        if not addresses or not (self._allow_private or all(map(is_public, addresses))):
+        if not addresses or not all(map(self._is_allowed, addresses)):
             raise AddressError(host)
         return addresses
 

@@ -67,7 +67,6 @@ class MediaRules:
     max_total_bytes: int = 1 << 30
     timeout_s: float = 10.0
     max_redirects: int = 5
-    allow_private: bool = False
     allowed_domains: tuple[str, ...] = ()
     local_path: Path | None = None
     ttl_s: float = 0.0
@@ -98,11 +97,13 @@ class _Flight:
 class MediaFetcher:
     """Fetches images for requests. Lives on one event loop; `executor` does what would block it."""
 
-    def __init__(self, rules: MediaRules, memory: UrlMemory, executor: Executor) -> None:
+    def __init__(
+        self, rules: MediaRules, memory: UrlMemory, executor: Executor, network: CheckedNetwork
+    ) -> None:
         self._rules = rules
         self._memory = memory
         self._executor = executor
-        self._network = CheckedNetwork(allow_private=rules.allow_private)
+        self._network = network
         # httpcore's pool and not an httpx client: no cookies shared between tenants, no proxy from the
         # environment (which would connect where nothing is checked), no redirects but ours.
         self._pool = httpcore.AsyncConnectionPool(
@@ -221,7 +222,7 @@ class MediaFetcher:
         async with self._turn(url.host):
             try:
                 async with self._pool.stream(
-                    "GET", address, headers={**_HEADERS, **headers}, extensions={"timeout": timeout}
+                    "GET", address, headers=[*_HEADERS.items(), *headers.items()], extensions={"timeout": timeout}
                 ) as response:
                     yield response
             except AddressError as exc:
@@ -273,6 +274,8 @@ class MediaFetcher:
             raise _RefusedError(f"{what}; give an http:, https: or data: URL")
         if not parsed.host:
             raise _RefusedError("is a URL without a host")
+        if parsed.port is not None and not 0 < parsed.port < 65536:
+            raise _RefusedError(f"is not a valid URL: there is no port {parsed.port}")
         if parsed.userinfo:
             raise _RefusedError("holds a user name or password; give a URL without")
         if self._rules.allowed_domains and not any(
