@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+store_option = click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    help="The store's folder; else FEATCACHE_STORE, else ~/.cache/featcache.",
+)
 
-StorePath = Annotated[
-    Path | None,
-    typer.Option(
-        "--store",
-        metavar="PATH",
-        help="The store's folder; else FEATCACHE_STORE, else ~/.cache/featcache.",
-    ),
-]
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

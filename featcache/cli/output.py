@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import typer
+import click
 
 
 def print_json(document: Any) -> None:
     """One JSON document on standard output; digests in it are hex text already."""
-    typer.echo(json.dumps(document, indent=2))
+    click.echo(json.dumps(document, indent=2))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """A table for people. A column whose title ends in ">" is set to the right."""
     titles = [column.removesuffix(">") for column in columns]
     if not sys.stdout.isatty():
-        typer.echo("\t".join(titles))
+        click.echo("\t".join(titles))
         for row in rows:
-            typer.echo("\t".join(row))
+            click.echo("\t".join(row))
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -44,21 +44,21 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
     known = list(facts)
     if not sys.stdout.isatty():
         for name, value in known:
-            typer.echo(f"{name}\t{value}")
+            click.echo(f"{name}\t{value}")
         return
     width = max((len(name) for name, _ in known), default=0)
     for name, value in known:
-        typer.echo(f"{typer.style(name.ljust(width), dim=True)}  {value}")
+        click.echo(f"{click.style(name.ljust(width), dim=True)}  {value}")
 
 
 def complain(message: str) -> None:
     """One line on standard error, about an input that failed while others go on."""
-    typer.echo(f"featcache: {' '.join(message.split())}", err=True)
+    click.echo(f"featcache: {' '.join(message.split())}", err=True)
 
 
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yields what to call with the number done since the last call; shown only where standard error is seen."""
+    """Yields what to call with the number done since the last call; shown on a terminal only."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return

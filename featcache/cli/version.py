@@ -7,14 +7,18 @@ import re
 import sys
 from pathlib import Path
 
+import click
+
 from featcache import __version__
-from featcache.cli.options import AsJson
+from featcache.cli.options import json_option
 from featcache.cli.output import print_facts, print_json
 
 PACKAGES = ("torch", "transformers", "pillow", "lmdb", "safetensors", "blake3", "xxhash")
 
 
-def version(as_json: AsJson = False) -> None:
+@click.command()
+@json_option
+def version(as_json: bool) -> None:
     """Show the versions of featcache and of what it stands on; nothing of it is imported."""
     installed = _installed()
     versions = {"featcache": __version__, "python": platform.python_version()}
