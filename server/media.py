@@ -222,7 +222,10 @@ class MediaFetcher:
         async with self._turn(url.host):
             try:
                 async with self._pool.stream(
-                    "GET", address, headers=[*_HEADERS.items(), *headers.items()], extensions={"timeout": timeout}
+                    "GET",
+                    address,
+                    headers=[*_HEADERS.items(), *headers.items()],
+                    extensions={"timeout": timeout},
                 ) as response:
                     yield response
             except AddressError as exc:
