@@ -1,0 +1,172 @@
+"""Write-behind: one thread that takes records from a bounded queue and stores them in batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from featcache.errors import StoreClosedError, StoreError
+from featcache.features import Header
+from featcache.tiers.disk import MAX_BATCH_BYTES, DiskTier
+
+log = logging.getLogger("featcache")
+
+BATCH_RECORDS = 256
+IDLE_S = 2.0  # after which hits and damaged records are written without waiting for a record
+MAX_WAITING_ALIASES = 65_536
+
+OnDone = Callable[[bool], None]
+
+
+class _Waiting(NamedTuple):
+    header: Header
+    pieces: Sequence[memoryview]
+    on_done: OnDone
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStats:
+    """waiting, waiting_bytes: in the queue now, the batch under way included. dropped: refused as it was full."""
+
+    waiting: int
+    waiting_bytes: int
+    max_bytes: int
+    written: int
+    dropped: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class DiskWriter:
+    """The one thread of a process that writes to its disk tier."""
+
+    def __init__(self, tier: DiskTier, *, max_bytes: int) -> None:
+        self._tier = tier
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()  # guards all below
+        self._queue: deque[_Waiting] = deque()
+        self._aliases: dict[bytes, bytes] = {}
+        self._bytes = 0  # of the queue and the batch under way
+        self._under_way = 0
+        self._submitted = 0  # counts records and aliases, for flush
+        self._finished = 0
+        self._written = 0
+        self._dropped = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="featcache-writer", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, header: Header, pieces: Sequence[memoryview], on_done: OnDone, *, wait: bool = False
+    ) -> bool:
+        """Queue a record.
+
+        pieces: its tensor data, valid and unchanged until on_done, which is called once, on the writer's
+            thread, with whether it is stored.
+        wait: wait for room instead of dropping it.
+
+        Returns False, and never calls on_done, if the queue is full. Raises StoreClosedError after close().
+        """
+        size = header.data_bytes
+        with self._changed:
+            while self._bytes and self._bytes + size > self._max_bytes:
+                self._check_open()
+                if not wait:
+                    self._dropped += 1
+                    return False
+                self._changed.wait()
+            self._check_open()
+            self._queue.append(_Waiting(header, pieces, on_done))
+            self._bytes += size
+            self._submitted += 1
+            self._changed.notify_all()
+        return True
+
+    def submit_alias(self, alias_key: bytes, value: bytes) -> None:
+        """Queue an alias. One too many is dropped: an alias saves a decode, and nothing depends on it."""
+        with self._changed:
+            if self._closing or len(self._aliases) >= MAX_WAITING_ALIASES:
+                return
+            self._aliases[alias_key] = value
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until all that was submitted before is stored and safe. Raises StoreError if that takes longer."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            target = self._submitted
+            while self._finished < target or self._aliases:
+                left = None if deadline is None else deadline - time.monotonic()
+                if (left is not None and left <= 0) or not self._thread.is_alive():
+                    raise StoreError(f"{target - self._finished} records were not yet written after {timeout_s} s")
+                self._changed.wait(left)
+        self._tier.sync()
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise StoreClosedError("the store is closed")
+
+    def _run(self) -> None:
+        while True:
+            batch, aliases, is_last = self._next_batch()
+            if batch or aliases or self._tier.has_pending:
+                stored = self._write(batch, aliases)
+                self._finish(batch, stored)
+            if is_last:
+                return
+
+    def _next_batch(self) -> tuple[list[_Waiting], dict[bytes, bytes], bool]:
+        with self._changed:
+            if not self._queue and not self._aliases and not self._closing:
+                self._changed.wait(IDLE_S)
+            batch: list[_Waiting] = []
+            size = 0
+            while self._queue and len(batch) < BATCH_RECORDS and (not batch or size < MAX_BATCH_BYTES):
+                batch.append(self._queue.popleft())
+                size += batch[-1].header.data_bytes
+            aliases, self._aliases_under_way = dict(self._aliases), set(self._aliases)
+            self._under_way = len(batch)
+            return batch, aliases, self._closing and not self._queue
+
+    def _write(self, batch: list[_Waiting], aliases: dict[bytes, bytes]) -> bool:
+        try:
+            result = self._tier.write([(w.header, w.pieces) for w in batch], aliases)
+        except Exception:  # a bug of ours must not end the thread that others wait for
+            log.exception("disk tier: a batch of %d records was dropped", len(batch))
+            return False
+        return result.dropped == 0
+
+    def _finish(self, batch: list[_Waiting], stored: bool) -> None:
+        for waiting in batch:
+            waiting.on_done(stored)
+        with self._changed:
+            self._bytes -= sum(waiting.header.data_bytes for waiting in batch)
+            self._under_way = 0
+            self._finished += len(batch)
+            self._written += len(batch) if stored else 0
+            for alias_key in self._aliases_under_way:
+                self._aliases.pop(alias_key, None)
+            self._changed.notify_all()
+
+    def stats(self) -> WriterStats:
+        with self._changed:
+            return WriterStats(
+                waiting=len(self._queue) + self._under_way,
+                waiting_bytes=self._bytes,
+                max_bytes=self._max_bytes,
+                written=self._written,
+                dropped=self._dropped,
+            )
+
+    def close(self) -> None:
+        """Write what is queued, then end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
