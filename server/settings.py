@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from featcache.errors import ConfigError
-from featcache.sizes import parse_duration, parse_size
+from featcache.sizes import format_size, parse_duration, parse_size
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -132,6 +132,15 @@ class Setting(NamedTuple):
                 raise ConfigError(f"{source}: {value!r}; it is a list of texts")
             return tuple(item.strip() for item in items if item.strip())
         return _plain(self.plain_type, value, source)
+
+    def shown_default(self) -> str:
+        return (
+            format_size(self.default)
+            if self.unit == "size"
+            else f"{self.default:g}"
+            if self.unit
+            else str(self.default)
+        )
 
     @property
     def flag(self) -> str:

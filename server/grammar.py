@@ -1,0 +1,72 @@
+"""Answers that obey a JSON schema, by llguidance: tokens that can't follow are ruled out before each step."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import llguidance
+import llguidance.hf
+import numpy as np
+import torch
+
+from featcache.errors import RequestError
+
+_LOG = logging.getLogger("featcache.server")
+_MAX_SCHEMA_BYTES = 256 << 10
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer. `compile` may take a second: call it off the event loop."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: list[int]) -> None:
+        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=stop_ids)
+
+    def json_object(self) -> Grammar:
+        return self.json_schema({"type": "object"}, "response_format")
+
+    def json_schema(self, schema: dict[str, Any], where: str) -> Grammar:
+        """Raises RequestError, naming `where`, for a schema that isn't one or that can't be enforced."""
+        if len(json.dumps(schema)) > _MAX_SCHEMA_BYTES:
+            raise RequestError(f"{where}: a schema of more than {_MAX_SCHEMA_BYTES} bytes")
+        try:
+            text = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        except ValueError as exc:
+            raise RequestError(f"{where}: {_first_line(str(exc))}") from exc
+        matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"{where}: {_first_line(matcher.get_error())}")
+        return Grammar(matcher, self._tokenizer.vocab_size)
+
+
+class Grammar:
+    """The logits hook of one answer: called before each token with what was generated so far."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._num_consumed = 0
+        self._mask = np.zeros((vocabulary + 31) // 32, dtype=np.uint32)
+
+    def copy(self) -> Grammar:
+        """Another one at the same place, for another answer."""
+        twin = Grammar(self._matcher.deep_copy(), self._mask.size * 32)
+        twin._num_consumed = self._num_consumed
+        return twin
+
+    def __call__(self, generated: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """logits: (vocabulary,). Returns them with all that can't follow `generated` at -inf."""
+        self._matcher.consume_tokens(list(generated[self._num_consumed :]))
+        self._num_consumed = len(generated)
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        if self._matcher.is_error():
+            raise RequestError(f"response_format: {_first_line(self._matcher.get_error())}")
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        allowed = torch.from_numpy(bits.astype(bool))[: logits.shape[-1]]
+        if allowed.shape[-1] < logits.shape[-1]:
+            allowed = torch.nn.functional.pad(allowed, (0, logits.shape[-1] - allowed.shape[-1]))
+        return logits.masked_fill(~allowed.to(logits.device), float("-inf"))
+
+
+def _first_line(message: str) -> str:
+    return (message.strip() or "it can't be enforced").splitlines()[0][:300]
