@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,6 +11,9 @@ from pathlib import Path
 
 from featcache.errors import ConfigError
 from featcache.server.errors import ApiError
+
+_KEY = re.compile(r"[!-9;-~]+")  # printable ASCII but the colon, which ends a name
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class _Key:
 class Keys:
     """The keys of a server. Without any, everybody may call, in the namespace "".
 
-    api_keys: "sk-..." or "name=sk-...". The name is the namespace, so that a key may be replaced and the
+    api_keys: "sk-..." or "name:sk-...". The name is the namespace, so that a key may be replaced and the
         tenant's images stay; without one the namespace follows from the key.
     shared_features: features and KV blocks are shared by all; uuids and URLs still are not.
     """
@@ -44,11 +48,13 @@ class Keys:
 
     @staticmethod
     def _parsed(text: str, shared: bool) -> _Key:
-        name, named, key = text.strip().partition("=")
+        name, named, key = text.strip().partition(":")
         if not named:
             name, key = "", name
-        if not key or (named and not name) or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError("an API key is given as KEY or NAME=KEY, of printable ASCII without spaces")
+        if not _KEY.fullmatch(key) or (named and not _NAME.fullmatch(name)):
+            raise ConfigError(
+                "an API key is KEY or NAME:KEY; KEY printable ASCII without :, NAME letters, digits, ._-"
+            )
         digest = _digest(key)
         namespace = name or f"key-{digest.hex()[:16]}"
         return _Key(digest, Caller(namespace, "" if shared else namespace))

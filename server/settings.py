@@ -46,7 +46,7 @@ class ServerSettings:
     max_body_bytes: Annotated[int, "Bytes of one request's body.", "size"] = 64 << 20
     request_timeout: Annotated[float, "Longest time for one request.", "duration"] = 600.0
     drain_timeout: Annotated[float, "How long requests under way may go on after SIGTERM.", "duration"] = 30.0
-    api_key: Annotated[tuple[str, ...], "KEY or NAME=KEY that may call; several. NAME is its namespace."] = ()
+    api_key: Annotated[tuple[str, ...], "KEY or NAME:KEY that may call; several. NAME is its namespace."] = ()
     api_key_file: Annotated[Path | None, "A file of such keys, one a line."] = None
     admin_key: Annotated[str | None, "The key that may delete."] = None
     shared_features: Annotated[bool, "All keys share image features and KV blocks."] = False

@@ -1,0 +1,223 @@
+"""The images of a request: from URLs, data: URIs and uuids to `ImageRef`s, in the caller's namespace.
+
+What goes on to the engine holds no string that could name a file or an address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from featcache.engine.encoder import VisionEncoder
+from featcache.engine.families.base import ImageOptions
+from featcache.engine.imageref import ImageRef
+from featcache.engine.messages import SourceRules, read_image
+from featcache.errors import ImageError, RequestError
+from featcache.keys import PixelDigest, SourceDigest, alias_key
+from featcache.server.auth import Caller
+from featcache.server.media import MediaFetcher
+
+_T = TypeVar("_T")
+
+_IMAGE_TYPES = ("image", "image_url", "input_image")
+_IMAGE_FIELDS = ("image", "image_url", "url")
+_DETAILS = ("auto", "low", "high", "original")
+_LOW_DETAIL_PIXELS = 512 * 512
+_MAX_UUID = 256
+_NO_FILES = SourceRules(fetch=None, paths=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestImage:
+    """One image part. where: "messages[0].content[1]". address: the http(s) or file: URL to fetch, if any."""
+
+    part: Mapping[str, Any]
+    where: str
+    address: str | None
+    uuid: str | None
+    options: ImageOptions
+
+
+class ImageReader:
+    """Turns image parts into refs. Lives on one event loop; hashing and decoding are done by `executor`."""
+
+    def __init__(
+        self, encoder: VisionEncoder, media: MediaFetcher, executor: Executor, max_images: int
+    ) -> None:
+        self._encoder = encoder
+        self._media = media
+        self._executor = executor
+        self._max_images = max_images
+
+    async def read_messages(
+        self, messages: Sequence[Mapping[str, Any]], options: ImageOptions, caller: Caller
+    ) -> tuple[list[dict[str, Any]], list[ImageRef]]:
+        """The messages with a ref in each image part, and all refs in order.
+
+        Raises RequestError, MediaError or ImageError for the first image that can't be read.
+        """
+        found = self._find(messages, options)
+        async with _FirstError() as group:
+            tasks = [group.create_task(self.read(image, caller)) for image in found.values()]
+        refs = dict(zip(found, [task.result() for task in tasks], strict=True))
+        read = [_with_refs(message, i, refs, found) for i, message in enumerate(messages)]
+        return read, list(refs.values())
+
+    def _find(
+        self, messages: Sequence[Mapping[str, Any]], options: ImageOptions
+    ) -> dict[tuple[int, int], RequestImage]:
+        found = {}
+        for i, message in enumerate(messages):
+            content = message.get("content")
+            for j, part in enumerate(content if isinstance(content, list) else []):
+                if is_image(part):
+                    found[i, j] = self.describe(part, f"messages[{i}].content[{j}]", options)
+        if len(found) > self._max_images:
+            raise RequestError(
+                f"messages: {len(found)} images; this server takes {self._max_images} in a request"
+            )
+        return found
+
+    def describe(self, part: Mapping[str, Any], where: str, options: ImageOptions) -> RequestImage:
+        """What an image part asks for. Raises RequestError that names the field at fault."""
+        uuid = part.get("uuid")
+        if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _MAX_UUID):
+            raise RequestError(f"{where}.uuid: it is a text of 1 to {_MAX_UUID} characters")
+        given = [name for name in _IMAGE_FIELDS if part.get(name) is not None]
+        value = part[given[0]] if given else None
+        url = value.get("url") if isinstance(value, Mapping) else value
+        address = url.strip() if isinstance(url, str) and _scheme(url) in ("http", "https", "file") else None
+        if isinstance(value, Mapping):
+            extra = sorted(str(name) for name in value if name not in ("url", "detail"))
+            if extra:
+                raise RequestError(f"{where}.{given[0]}.{extra[0]}: this server doesn't know the field")
+        detail = value.get("detail") if isinstance(value, Mapping) else part.get("detail")
+        return RequestImage(part, where, address, uuid, self._options(detail, options, where))
+
+    def _options(self, detail: Any, options: ImageOptions, where: str) -> ImageOptions:
+        """`detail` in the words of the model's own image processor."""
+        if detail is not None and detail not in _DETAILS:
+            raise RequestError(f"{where}.detail: {detail!r}; there are {', '.join(_DETAILS)}")
+        if detail != "low":
+            return options
+        understood = self._encoder.family.options
+        if "max_pixels" in understood and options.max_pixels is None:
+            least = max(_LOW_DETAIL_PIXELS, options.min_pixels or 0)
+            return ImageOptions(options.min_pixels, least, options.max_tiles)
+        if "max_tiles" in understood and options.max_tiles is None:
+            return ImageOptions(options.min_pixels, options.max_pixels, 1)
+        return options  # a family whose images all cost the same
+
+    async def read(self, image: RequestImage, caller: Caller) -> ImageRef:
+        """The ref of one image: fetched if need be, hashed, and decoded only if nobody has seen it yet."""
+        if image.address is None:
+            return await self._run(self._identify, image, caller)
+        fetched = await self._media.fetch(
+            image.address,
+            name=image.where,
+            namespace=caller.namespace,
+            is_known=lambda digest: self._held(digest, image, caller) is not None,
+        )
+        if fetched.data is None:
+            ref = await self._run(self._held, fetched.digest, image, caller)
+            if ref is not None:
+                return self._named(ref, image, caller)
+            fetched = await self._media.fetch(image.address, name=image.where, namespace=caller.namespace)
+        return await self._run(self._identify, image, caller, fetched.data)
+
+    def _identify(self, image: RequestImage, caller: Caller, data: bytes | None = None) -> ImageRef:
+        part = {name: value for name, value in image.part.items() if name not in ("uuid", "detail")}
+        if data is not None:
+            part = {"type": "image", "image": data, **_limits(part)}
+        elif image.uuid is not None and not any(
+            part.get(name) is not None for name in (*_IMAGE_FIELDS, "source", "base64")
+        ):
+            return self._by_uuid(image, caller)
+        read = read_image(part, image.options, _NO_FILES, image.where)
+        options = self._encoder.family.options_for(read.options, 1)
+        ref = self._encoder.identify(read.source, options, image.where, caller.features)
+        return self._named(ref, image, caller)
+
+    def _named(self, ref: ImageRef, image: RequestImage, caller: Caller) -> ImageRef:
+        if image.uuid is not None:
+            alias = alias_key("uuid", caller.namespace, image.uuid.encode("utf-8", "surrogatepass"))
+            self._encoder.store.put_alias(alias, ref.pixel_digest)
+        return ref
+
+    def _by_uuid(self, image: RequestImage, caller: Caller) -> ImageRef:
+        assert image.uuid is not None
+        alias = alias_key("uuid", caller.namespace, image.uuid.encode("utf-8", "surrogatepass"))
+        digest = self._encoder.store.alias(alias)
+        ref = digest and self._ref(PixelDigest(digest), image, caller)
+        if not ref:
+            raise RequestError(
+                f"{image.where}.uuid: {image.uuid[:64]!r} isn't known here any more; send the image"
+            )
+        return ref
+
+    def _held(self, digest: SourceDigest, image: RequestImage, caller: Caller) -> ImageRef | None:
+        """The ref of bytes that are known by their digest alone, if their features are held."""
+        pixels = self._encoder.store.alias(alias_key("source", caller.features, digest))
+        return self._ref(PixelDigest(pixels), image, caller) if pixels else None
+
+    def _ref(self, digest: PixelDigest, image: RequestImage, caller: Caller) -> ImageRef | None:
+        options = self._encoder.family.options_for(image.options, 1)
+        ref = self._encoder.identify_digest(digest, options, image.where, caller.features)
+        try:
+            self._encoder.layout(ref)
+        except ImageError:
+            return None
+        return ref
+
+    async def _run(self, call: Callable[..., _T], *args: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+
+
+class _FirstError(asyncio.TaskGroup):
+    """A TaskGroup whose first error is raised by itself, the others having been cancelled."""
+
+    async def __aexit__(self, *args: Any) -> None:
+        try:
+            await super().__aexit__(*args)
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+
+def is_image(part: object) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    kind = part.get("type")
+    return kind in _IMAGE_TYPES or (kind is None and any(name in part for name in _IMAGE_FIELDS))
+
+
+def _with_refs(
+    message: Mapping[str, Any],
+    i: int,
+    refs: Mapping[tuple[int, int], ImageRef],
+    found: Mapping[tuple[int, int], RequestImage],
+) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = [
+        {"type": "image", "image": refs[i, j], **_given(refs[i, j].options)} if (i, j) in found else part
+        for j, part in enumerate(content)
+    ]
+    return {**message, "content": parts}
+
+
+def _given(options: ImageOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.given()}
+
+
+def _limits(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: part[name] for name in ("min_pixels", "max_pixels", "max_tiles") if part.get(name) is not None
+    }
+
+
+def _scheme(url: str) -> str:
+    return url[:16].lstrip().partition(":")[0].lower()
