@@ -152,7 +152,9 @@ def _read_file(path: str | os.PathLike[str], limits: ImageLimits, name: str) -> 
             if not stat.S_ISREG(status.st_mode):
                 raise ImageError(name, "is not a regular file, but a pipe, socket or device")
             limits.check_encoded(name, status.st_size)
-            data = file.read(limits.max_encoded_bytes + 1)  # it may have grown since
+            data = file.read(status.st_size + 1)  # not the limit: read() sets aside what it is asked for
+            if len(data) > status.st_size:  # it has grown since
+                data += file.read(limits.max_encoded_bytes + 1 - len(data))
     except ImageError:  # a ValueError too
         raise
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
