@@ -8,15 +8,14 @@ knows what an entry is, and nothing is thread-safe: the tier's lock guards it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
 Key = bytes
-IsFree = Callable[[Key], bool]
 
 
 class Policy(Protocol):
-    """Order of eviction. A key is added once, touched at each hit, and removed or evicted once."""
+    """Order of eviction. A key is added once, touched at each hit, and removed once."""
 
     def add(self, key: Key, nbytes: int) -> None:
         """A new entry; KeyError if it is there."""
@@ -25,10 +24,14 @@ class Policy(Protocol):
         """A hit; KeyError if it isn't there."""
 
     def remove(self, key: Key) -> None:
-        """Leave without being a victim (deleted); KeyError if it isn't there."""
+        """An entry has left, as a victim or because it was deleted; KeyError if it isn't there."""
 
-    def evict(self, is_free: IsFree) -> Key | None:
-        """Take out and return the next victim for which `is_free`; None if there is none."""
+    def victims(self) -> Iterator[Key]:
+        """Keys in the order in which they should leave, each at least once.
+
+        Take a key out with `remove` before the next is asked for, or pass it over: it is then looked at
+        again later. Nothing else may be called in between.
+        """
 
     def __len__(self) -> int: ...
 
@@ -50,11 +53,12 @@ class LRU:
     def remove(self, key: Key) -> None:
         del self._entries[key]
 
-    def evict(self, is_free: IsFree) -> Key | None:
-        victim = next((key for key in self._entries if is_free(key)), None)
-        if victim is not None:
-            del self._entries[victim]
-        return victim
+    def victims(self) -> Iterator[Key]:
+        for _ in range(len(self._entries)):
+            key = next(iter(self._entries))
+            yield key
+            if key in self._entries:  # in use, so it isn't old
+                self._entries.move_to_end(key)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -77,6 +81,7 @@ class S3FIFO:
         self._frequency: dict[Key, int] = {}
         self._small_bytes = 0
         self._ghost_bytes = 0
+        self._offered: Key | None = None  # the victim that `victims` has yielded last
 
     def add(self, key: Key, nbytes: int) -> None:
         if key in self._frequency:
@@ -94,42 +99,40 @@ class S3FIFO:
 
     def remove(self, key: Key) -> None:
         del self._frequency[key]
-        if key in self._small:
-            self._small_bytes -= self._small.pop(key)
-        else:
+        if key in self._main:
             del self._main[key]
-
-    def evict(self, is_free: IsFree) -> Key | None:
-        # Every pass lowers a frequency or takes a victim, unless all are held: then this many are enough.
-        for _ in range((MAX_FREQUENCY + 2) * len(self) + 1):
-            if not self._frequency:
-                return None
-            if self._small and (self._small_bytes > SMALL_SHARE * self._max_bytes or not self._main):
-                victim = self._from_small(is_free)
-            else:
-                victim = self._from_main(is_free)
-            if victim is not None:
-                del self._frequency[victim]
-                return victim
-        return None
-
-    def _from_small(self, is_free: IsFree) -> Key | None:
-        key, nbytes = self._small.popitem(last=False)
+            return
+        nbytes = self._small.pop(key)
         self._small_bytes -= nbytes
-        if self._frequency[key] >= PROMOTE_AT or not is_free(key):
-            self._frequency[key] = 0
-            self._main[key] = nbytes
-            return None
-        self._remember(key, nbytes)
-        return key
+        if key == self._offered:
+            self._remember(key, nbytes)
 
-    def _from_main(self, is_free: IsFree) -> Key | None:
-        key, nbytes = self._main.popitem(last=False)
-        if self._frequency[key] > 0 or not is_free(key):
+    def victims(self) -> Iterator[Key]:
+        # Each round lowers a frequency or yields; so many reach every entry, whatever the frequencies are.
+        for _ in range((MAX_FREQUENCY + 2) * len(self)):
+            if not self._frequency:
+                return
+            is_small_full = self._small_bytes > SMALL_SHARE * self._max_bytes
+            queue = self._small if self._small and (is_small_full or not self._main) else self._main
+            key = next(iter(queue))
+            limit = PROMOTE_AT if queue is self._small else 1
+            if self._frequency[key] < limit:
+                self._offered = key
+                yield key
+                self._offered = None
+                if key not in self._frequency:
+                    continue
+            self._to_main(key)
+
+    def _to_main(self, key: Key) -> None:
+        """Hit often enough, or in use: to the end of the main queue."""
+        if key in self._small:
+            self._main[key] = self._small.pop(key)
+            self._small_bytes -= self._main[key]
+            self._frequency[key] = 0
+        else:
+            self._main.move_to_end(key)
             self._frequency[key] = max(0, self._frequency[key] - 1)
-            self._main[key] = nbytes
-            return None
-        return key
 
     def _remember(self, key: Key, nbytes: int) -> None:
         self._ghost[key] = nbytes

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lmdb
 import xxhash
@@ -36,6 +36,9 @@ from featcache.tiers.schema import (
     pack_access,
     unpack_access,
 )
+
+if TYPE_CHECKING:
+    from featcache.tiers.verify import Progress, VerifyReport
 
 log = logging.getLogger("featcache")
 
@@ -66,7 +69,7 @@ class WriteResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """entries … lost_bytes: of the store, over all processes. The rest: of this process since it opened it."""
+    """entries … lost_bytes: of the store, over all processes. The rest: of this process, since opening."""
 
     entries: int
     data_bytes: int
@@ -117,7 +120,7 @@ class DiskTier:
         Raises ConfigError, StoreError or SchemaError.
         """
         if not readonly and max_bytes < MIN_BYTES:
-            raise ConfigError(f"disk_bytes={max_bytes}: the disk tier needs {format_size(MIN_BYTES)} at least")
+            raise ConfigError(f"disk_bytes={max_bytes}: it needs {format_size(MIN_BYTES)} at least")
         folder = Path(path).expanduser()
         return cls(open_environment(folder, max_bytes=max_bytes, readonly=readonly, sync=sync), max_bytes)
 
@@ -149,24 +152,31 @@ class DiskTier:
         Returns the header, or None if there is no such record, no room, or the record is damaged; a damaged
         one is counted, and deleted with the next write.
         """
+        if key in self._condemned:
+            self._count("misses")
+            return None
+        try:
+            header = self.read_checked(key, into)
+        except RecordError as exc:
+            self._condemn(key, str(exc))
+            header = None
+        self._count("misses" if header is None else "hits")
+        if header is not None:
+            self.touch(key)
+        return header
+
+    def read_checked(self, key: bytes, into: Callable[[Header], memoryview | None]) -> Header | None:
+        """As `read`, but a damaged record is a RecordError, and nothing is counted."""
         with self._env.read() as txn:
             row = txn.get(key, db=self._env.tables["meta"])
-            if row is None or key in self._condemned:
-                self._count("misses")
+            if row is None:
                 return None
-            try:
-                entry, head = Entry.unpack(row)
-                header, checksum = _parsed(key, head)
-                buffer = into(header)
-                if buffer is None:
-                    return None
+            entry, head = Entry.unpack(row)
+            header, checksum = _parsed(key, head)
+            buffer = into(header)
+            if buffer is not None:
                 self._copy(txn, entry, header, checksum, buffer)
-            except RecordError as exc:
-                self._condemn(key, str(exc))
-                return None
-        self._count("hits")
-        self.touch(key)
-        return header
+            return None if buffer is None else header
 
     def _copy(
         self, txn: lmdb.Transaction, entry: Entry, header: Header, checksum: bytes, buffer: memoryview
@@ -193,7 +203,7 @@ class DiskTier:
         with txn.cursor(db=self._env.tables["payload"]) as cursor:
             found = cursor.set_range(prefix)
             while found and bytes(cursor.key()[:8]) == prefix:
-                yield cursor.value()
+                yield memoryview(cursor.value())
                 found = cursor.next()
 
     def alias(self, alias_key: bytes) -> bytes | None:
@@ -214,15 +224,12 @@ class DiskTier:
             portion = self._portion(last, newest_first, min(left or 512, 512))
             if not portion:
                 return
-            for last, info in portion:
-                if info is not None:
-                    yield info
+            last = portion[-1][0]
+            yield from (info for _, info in portion if info is not None)
             if left is not None:
                 left -= len(portion)
 
-    def _portion(
-        self, last: int | None, newest_first: bool, size: int
-    ) -> list[tuple[int, EntryInfo | None]]:
+    def _portion(self, last: int | None, newest_first: bool, size: int) -> list[tuple[int, EntryInfo | None]]:
         found: list[tuple[int, EntryInfo | None]] = []
         with self._env.read() as txn, txn.cursor(db=self._env.tables["records"]) as cursor:
             if last is None:
@@ -272,9 +279,7 @@ class DiskTier:
 
     # Writing: one thread a process
 
-    def write(
-        self, records: Sequence[Record], aliases: Mapping[bytes, bytes] | None = None
-    ) -> WriteResult:
+    def write(self, records: Sequence[Record], aliases: Mapping[bytes, bytes] | None = None) -> WriteResult:
         """Store a batch in one transaction, evicting down to the budget first.
 
         A record that is there already, or larger than the budget, is passed over. If the disk is full, gone
@@ -294,9 +299,7 @@ class DiskTier:
         self._count("dropped", len(records) - stored)
         return WriteResult(stored, len(records) - stored)
 
-    def _write(
-        self, txn: lmdb.Transaction, records: Sequence[Record], aliases: Mapping[bytes, bytes]
-    ) -> int:
+    def _write(self, txn: lmdb.Transaction, records: Sequence[Record], aliases: Mapping[bytes, bytes]) -> int:
         with self._lock:
             touched, self._touched = self._touched, {}
             condemned = list(self._condemned)
@@ -391,7 +394,7 @@ class DiskTier:
         with txn.cursor(db=self._env.tables["payload"]) as cursor:
             more = cursor.set_range(prefix)
             while more and bytes(cursor.key()[:8]) == prefix:
-                if is_whole(cursor.value(), self._base):
+                if is_whole(memoryview(cursor.value()), self._base):
                     more = cursor.delete()
                 else:
                     lost += CHUNK
@@ -410,6 +413,22 @@ class DiskTier:
                 self._condemned.pop(key, None)
         return removed
 
+    def repair_tables(self) -> None:
+        """Count everything anew, and delete chunks that belong to no record where that is safe."""
+        from featcache.tiers.verify import check_entries, orphan_chunks
+
+        tables = self._env.tables
+        with self._env.write() as txn:
+            totals = self._totals(txn)
+            check_entries(txn, tables, totals)
+            totals.lost_bytes = 0
+            for chunk in list(orphan_chunks(txn, tables)):
+                if is_whole(memoryview(txn.get(chunk, db=tables["payload"]) or b""), self._base):
+                    txn.delete(chunk, db=tables["payload"])
+                else:
+                    totals.lost_bytes += CHUNK
+            txn.put(b"totals", totals.pack(), db=tables["info"])
+
     def shrink(self, max_bytes: int) -> tuple[int, int]:
         """Evict until the records take `max_bytes` or less. Returns (records, bytes) evicted."""
         with self._env.write() as txn:
@@ -424,16 +443,19 @@ class DiskTier:
         if self.readonly:
             return
         with self._env.write() as txn:
-            row = txn.get(fingerprint, db=self._env.tables["encoders"])
-            doc = json.loads(bytes(row)) if row is not None else {"entries": 0, "data_bytes": 0}
+            doc = self._encoder(txn, fingerprint)
             doc["description"] = dict(description)
             txn.put(fingerprint, json.dumps(doc).encode(), db=self._env.tables["encoders"])
+
+    def _encoder(self, txn: lmdb.Transaction, fingerprint: bytes) -> dict[str, Any]:
+        row = txn.get(fingerprint, db=self._env.tables["encoders"])
+        empty: dict[str, Any] = {"description": {}, "entries": 0, "data_bytes": 0}
+        return empty if row is None else {**empty, **json.loads(bytes(row))}
 
     def _count_encoder(
         self, txn: lmdb.Transaction, fingerprint: bytes, entries: int, data_bytes: int
     ) -> None:
-        row = txn.get(fingerprint, db=self._env.tables["encoders"])
-        doc = json.loads(bytes(row)) if row is not None else {"entries": 0, "data_bytes": 0, "description": {}}
+        doc = self._encoder(txn, fingerprint)
         doc["entries"] += entries
         doc["data_bytes"] += data_bytes
         txn.put(fingerprint, json.dumps(doc).encode(), db=self._env.tables["encoders"])
@@ -526,6 +548,22 @@ class DiskTier:
         return bool(self._touched or self._condemned)
 
     # Accounts
+
+    def verify(self, *, repair: bool = False, progress: Progress | None = None) -> VerifyReport:
+        """Read every record and check it against its sum and the tables against each other.
+
+        repair: delete what is damaged, and chunks that belong to no record. progress: called with (records
+            checked, records in all).
+        """
+        from featcache.tiers.verify import verify
+
+        return verify(self, self._env, repair=repair, progress=progress)
+
+    def check(self) -> list[str]:
+        """Recount the tables; what doesn't add up. Reads no tensor data."""
+        from featcache.tiers.verify import check
+
+        return check(self._env)
 
     def _totals(self, txn: lmdb.Transaction) -> Totals:
         return Totals.unpack(txn.get(b"totals", db=self._env.tables["info"]))

@@ -1,8 +1,8 @@
 """The one LMDB environment per path and process, and the translation of its errors.
 
-LMDB's rules that are kept here: an environment is opened once a process (locks of one file would drop those of
-another opening); never used after a fork; its map is far larger than what it will hold and never resized; a
-read transaction is short, since an old one keeps every page alive that was freed after it.
+LMDB's rules that are kept here: an environment is opened once a process (closing one would drop the locks of
+another); never used after a fork; its map is far larger than what it will hold and never resized; a read
+transaction is short, since an old one keeps every page alive that was freed after it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -54,7 +55,7 @@ class Environment:
             self._env.close()
             raise
 
-    def _tables(self) -> dict[str, object]:
+    def _tables(self) -> dict[str, Any]:
         if not self.readonly:
             with self._env.begin(write=True) as txn:
                 info = self._env.open_db(b"info", txn=txn)

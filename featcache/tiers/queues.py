@@ -53,7 +53,7 @@ class Queues:
             self._totals.small_bytes -= entry.file_bytes
 
     def victims(self, max_bytes: int) -> Iterator[bytes]:
-        """Keys in the order in which they should leave; the caller removes each before it asks for the next."""
+        """Keys in the order of leaving; the caller removes each before it asks for the next."""
         rounds = (MAX_FREQUENCY + 2) * (self._totals.entries + 1)
         for _ in range(rounds):
             is_small_full = self._totals.small_bytes > SMALL_SHARE * max_bytes
@@ -116,5 +116,3 @@ class Queues:
                 self._txn.delete(bytes(cursor.value()), db=self._tables["ghost"])
                 cursor.delete()
                 self._totals.ghosts -= 1
-
-

@@ -138,7 +138,7 @@ def check_schema(found: bytes | None, path: str) -> None:
     if found is None or found == str(SCHEMA_VERSION).encode():
         return
     raise SchemaError(
-        f"{path}: made by another version of featcache (schema {found.decode(errors='replace')}; this one has "
-        f"{SCHEMA_VERSION}). Nothing was changed. Use another --store, or `featcache export` with the version "
-        "that made it and `featcache import` with this one, or delete the folder: it is a cache"
+        f"{path}: made by another version of featcache (schema {found.decode(errors='replace')}, this one "
+        f"has {SCHEMA_VERSION}). Nothing was changed. Use another --store; or `featcache export` with the "
+        "version that made it and `featcache import` with this one; or delete the folder: it is a cache"
     )

@@ -31,7 +31,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriterStats:
-    """waiting, waiting_bytes: in the queue now, the batch under way included. dropped: refused as it was full."""
+    """waiting, waiting_bytes: queued or being written now. dropped: refused because the queue was full."""
 
     waiting: int
     waiting_bytes: int
@@ -97,14 +97,15 @@ class DiskWriter:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until all that was submitted before is stored and safe. Raises StoreError if that takes longer."""
+        """Wait until all that was submitted before is stored and safe; StoreError if that takes longer."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             target = self._submitted
             while self._finished < target or self._aliases:
                 left = None if deadline is None else deadline - time.monotonic()
                 if (left is not None and left <= 0) or not self._thread.is_alive():
-                    raise StoreError(f"{target - self._finished} records were not yet written after {timeout_s} s")
+                    late = target - self._finished
+                    raise StoreError(f"{late} records were not yet written after {timeout_s} s")
                 self._changed.wait(left)
         self._tier.sync()
 
