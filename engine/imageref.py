@@ -1,0 +1,80 @@
+"""`ImageRef`: one image of a request, identified, and opened only if somebody has to look at it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from PIL import Image
+
+from featcache.engine.families.base import ImageOptions, Pixels
+from featcache.features import Layout
+from featcache.keys import EncoderFingerprint, FeatureKey, PixelDigest
+
+
+class Prepared:
+    """The pixels of one missed image, made once for all requests that ask for it, and let go when encoded."""
+
+    __slots__ = ("__weakref__", "_layout", "_lock", "_pixels")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held while preprocessing: the others wait for the one result
+        self._pixels: Pixels | None = None
+        self._layout: Layout | None = None
+
+    def pixels(self, make: Callable[[], Pixels]) -> Pixels:
+        with self._lock:
+            if self._pixels is None:
+                self._pixels = make()
+                self._layout = self._pixels.layout
+            return self._pixels
+
+    def layout(self) -> Layout | None:
+        return self._layout
+
+    def let_go(self) -> None:
+        self._pixels = None
+
+
+class ImageRef:
+    """What `VisionEncoder.identify` returns.
+
+    name: for messages. key: of its features. fingerprint, pixel_digest, options: what the key was made of.
+    source: encoded bytes, or a canonical PIL image; None if only its identity was given.
+    """
+
+    __slots__ = (
+        "fingerprint",
+        "image",
+        "key",
+        "layout",
+        "name",
+        "options",
+        "pixel_digest",
+        "prepared",
+        "source",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        key: FeatureKey,
+        fingerprint: EncoderFingerprint,
+        pixel_digest: PixelDigest,
+        options: ImageOptions,
+        source: bytes | Image.Image | None,
+        prepared: Prepared,
+        image: Image.Image | None = None,
+    ) -> None:
+        self.name = name
+        self.key = key
+        self.fingerprint = fingerprint
+        self.pixel_digest = pixel_digest
+        self.options = options
+        self.source = source
+        self.prepared = prepared
+        self.image = image  # canonical pixels, if they had to be decoded to be identified
+        self.layout: Layout | None = None
+
+    def __repr__(self) -> str:
+        return f"ImageRef({self.name!r}, {self.key.hex()[:12]})"
