@@ -1,8 +1,8 @@
 """Claims: which process works on which key, so that several of them share the work through the store.
 
-A claim holds while its owner lives. That is seen at once where owner and asker can see each other's processes,
-and by a time limit otherwise, which a thread of the owner keeps pushing on. Nothing depends on claims but
-speed: whoever finds one outdated computes the same features again.
+A claim holds while its owner lives. That is seen at once where owner and asker can see each other's
+processes, and by a time limit otherwise, which a thread of the owner keeps pushing on. Nothing depends on
+claims but speed: whoever finds one outdated computes the same features again.
 
 They lie in an LMDB environment of their own beside the records: claims change for every image, and need not
 outlive a power cut, so their commits wait for no disk and hold up no writer of records.
@@ -29,14 +29,17 @@ FOLDER = "claims"
 TTL_S = 30.0
 
 _MAP_BYTES = 64 << 30  # address space: a claim takes about 100 bytes while its owner runs
-_OWNER = struct.Struct("<dQQ32s")  # good until, pid, start of the process, machine and process namespace
+_WHERE_BYTES = 32
+_OWNER = struct.Struct(
+    f"<dQQ{_WHERE_BYTES}s"
+)  # good until, pid, start of the process, machine and process namespace
 
 _open: dict[str, _Shared] = {}
 _opening = threading.Lock()  # guards _open: LMDB wants one environment per path and process
 
 
 class Claim(enum.Enum):
-    """The answer to `take`. NEW: it is yours from now on. OWN: you took it before. TAKEN: by somebody alive."""
+    """The answer to `take`. NEW: yours from now on. OWN: you took it before. TAKEN: by somebody alive."""
 
     NEW = enum.auto()
     OWN = enum.auto()
@@ -218,6 +221,7 @@ def _where() -> bytes:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip().replace(b"-", b"")
         namespace = Path("/proc/self/ns/pid").stat().st_ino
-        return bytes.fromhex(boot.decode()) + struct.pack("<Q", namespace)
+        where = bytes.fromhex(boot.decode()) + struct.pack("<Q", namespace)
     except (OSError, ValueError):
-        return os.uname().nodename.encode()[:24]
+        where = os.uname().nodename.encode()[:_WHERE_BYTES]
+    return where.ljust(_WHERE_BYTES, b"\0")
