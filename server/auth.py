@@ -78,6 +78,9 @@ class Keys:
             raise ApiError(401, reason, kind="authentication_error", code="invalid_api_key")
         return found or Caller()
 
+    def has_namespace(self, name: str) -> bool:
+        return any(key.caller.namespace == name for key in self._keys) or (self.is_open and not name)
+
     def admin(self, authorization: str | None) -> None:
         """Raises ApiError unless the admin key is given."""
         if self._admin is None:

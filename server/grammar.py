@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 import llguidance
@@ -12,9 +11,11 @@ import numpy as np
 import torch
 
 from featcache.errors import RequestError
+from featcache.server.protocol import FunctionDefinition
 
-_LOG = logging.getLogger("featcache.server")
 _MAX_SCHEMA_BYTES = 256 << 10
+# One line, as models mostly write JSON: where white space is free, a weak model may go on with it for ever.
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
@@ -26,14 +27,39 @@ class Grammars:
     def json_object(self) -> Grammar:
         return self.json_schema({"type": "object"}, "response_format")
 
+    def tool_call(self, tools: list[FunctionDefinition]) -> Grammar:
+        """One call of one of the tools, its arguments after the tool's schema."""
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.name},
+                    "arguments": tool.parameters or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for tool in tools
+        ]
+        schema = json.dumps({"anyOf": calls, "x-guidance": _COMPACT})
+        self._check_size(schema, "tools")
+        lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}\n'
+        return self._compiled(llguidance.LLMatcher.grammar_from_lark(lark), "tools")
+
     def json_schema(self, schema: dict[str, Any], where: str) -> Grammar:
         """Raises RequestError, naming `where`, for a schema that isn't one or that can't be enforced."""
-        if len(json.dumps(schema)) > _MAX_SCHEMA_BYTES:
-            raise RequestError(f"{where}: a schema of more than {_MAX_SCHEMA_BYTES} bytes")
+        self._check_size(json.dumps(schema), where)
         try:
-            text = llguidance.LLMatcher.grammar_from_json_schema(schema)
+            text = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_COMPACT)
         except ValueError as exc:
             raise RequestError(f"{where}: {_first_line(str(exc))}") from exc
+        return self._compiled(text, where)
+
+    def _check_size(self, schema: str, where: str) -> None:
+        if len(schema) > _MAX_SCHEMA_BYTES:
+            raise RequestError(f"{where}: a schema of more than {_MAX_SCHEMA_BYTES} bytes")
+
+    def _compiled(self, text: str, where: str) -> Grammar:
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
             raise RequestError(f"{where}: {_first_line(matcher.get_error())}")

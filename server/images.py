@@ -15,10 +15,11 @@ from featcache.engine.encoder import VisionEncoder
 from featcache.engine.families.base import ImageOptions
 from featcache.engine.imageref import ImageRef
 from featcache.engine.messages import SourceRules, read_image
-from featcache.errors import ImageError, RequestError
+from featcache.errors import FeatcacheError, ImageError, RequestError
 from featcache.keys import PixelDigest, SourceDigest, alias_key
 from featcache.server.auth import Caller
 from featcache.server.media import MediaFetcher
+from featcache.server.protocol import ImageKwargs
 
 _T = TypeVar("_T")
 
@@ -65,6 +66,19 @@ class ImageReader:
         refs = dict(zip(found, [task.result() for task in tasks], strict=True))
         read = [_with_refs(message, i, refs, found) for i, message in enumerate(messages)]
         return read, list(refs.values())
+
+    async def read_each(
+        self, parts: Sequence[Mapping[str, Any]], options: ImageOptions, caller: Caller
+    ) -> list[ImageRef | FeatcacheError]:
+        """The refs of image parts, each with its own outcome."""
+
+        async def one(part: Mapping[str, Any], where: str) -> ImageRef | FeatcacheError:
+            try:
+                return await self.read(self.describe(part, where, options), caller)
+            except FeatcacheError as exc:
+                return exc
+
+        return await asyncio.gather(*(one(part, f"images[{i}]") for i, part in enumerate(parts)))
 
     def _find(
         self, messages: Sequence[Mapping[str, Any]], options: ImageOptions
@@ -184,6 +198,10 @@ class _FirstError(asyncio.TaskGroup):
             await super().__aexit__(*args)
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
+
+
+def options_of(kwargs: ImageKwargs | None) -> ImageOptions:
+    return ImageOptions() if kwargs is None else ImageOptions(**kwargs.model_dump())
 
 
 def is_image(part: object) -> bool:

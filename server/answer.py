@@ -1,0 +1,212 @@
+"""One chat request on its way: images, prompt, generations; and its answer, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from featcache.engine.engine import Generation, Reply, TokenDelta
+from featcache.engine.imageref import ImageRef
+from featcache.engine.prompt import Prompt
+from featcache.errors import RequestError
+from featcache.server.auth import Caller
+from featcache.server.errors import ApiError
+from featcache.server.grammar import Grammar
+from featcache.server.images import options_of
+from featcache.server.logs import REQUEST_ID
+from featcache.server.protocol import (
+    ChatRequest,
+    Delta,
+    FinishReason,
+    NamedToolChoice,
+    TokenLogprob,
+    ToolCall,
+)
+from featcache.server.service import Service
+from featcache.server.tools import ToolCallReader
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One of the n answers. text and calls: so far."""
+
+    index: int
+    generation: Generation
+    reader: ToolCallReader | None
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reply: Reply | None = None
+    has_role: bool = False  # the first event of a choice tells the role
+
+    def take(self, delta: TokenDelta, *, with_logprobs: bool) -> tuple[Delta, list[TokenLogprob]] | None:
+        """What a delta adds to the answer; None if nothing (a part of a character, or of a tool call)."""
+        text, calls = (delta.text, []) if self.reader is None else self.reader.feed(delta.text)
+        logprobs = _logprobs(delta) if with_logprobs else []
+        return self._add(text, calls, logprobs)
+
+    def finish(self, reply: Reply) -> Delta | None:
+        """What was held back until the end."""
+        self.reply = reply
+        added = None if self.reader is None else self._add(*self.reader.finish(), [])
+        return added and added[0]
+
+    def _add(
+        self, text: str, calls: list[ToolCall], logprobs: list[TokenLogprob]
+    ) -> tuple[Delta, list[TokenLogprob]] | None:
+        self.text += text
+        self.calls += calls
+        self.logprobs += logprobs
+        if not (text or calls or logprobs):
+            return None
+        return Delta(content=text if text or not calls else None, tool_calls=calls or None), logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self.reply is not None
+        if self.calls and self.reply.finish_reason == "stop":
+            return "tool_calls"
+        return "length" if self.reply.finish_reason == "length" else "stop"
+
+
+class Answer:
+    """The work for one chat request. Lives on the event loop; `cancel` frees what it holds in the engine."""
+
+    def __init__(self, service: Service, asked: ChatRequest, caller: Caller, received: float) -> None:
+        self._service = service
+        self._asked = asked
+        self._caller = caller
+        self._received = received
+        self._deadline = asyncio.get_running_loop().time() + service.settings.request_timeout
+        self._id = f"chatcmpl-{REQUEST_ID.get()}"
+        self._created = int(time.time())
+        self._choices: list[_Choice] = []
+        self._refs: list[ImageRef] = []
+        self._prompt: Prompt | None = None
+        self._queue: asyncio.Queue[tuple[int, TokenDelta]] = asyncio.Queue()
+        self._timings: dict[str, float] = {}
+        self._last_token: dict[int, float] = {}
+
+    # Beginning
+
+    async def begin(self) -> None:
+        """Read the images, build the prompt, start generating, and wait for the first token.
+
+        Raises what is wrong with the request, while it can still be told by the status.
+        """
+        async with self._in_time():
+            options = options_of(self._asked.mm_processor_kwargs)
+            messages, self._refs = await self._service.images.read_messages(
+                [
+                    _template_message(m.model_dump(exclude_none=True), i)
+                    for i, m in enumerate(self._asked.messages)
+                ],
+                options,
+                self._caller,
+            )
+            self._timings["images"] = time.perf_counter() - self._received
+            tools = self._tools()
+            grammar = await self._service.run(self._grammar) if self._wants_grammar() else None
+            self._prompt = await self._service.run(
+                self._service.build_prompt,
+                messages,
+                options,
+                json.dumps([self._caller.features, self._asked.cache_salt]),
+                tools,
+                self._asked.chat_template_kwargs,
+            )
+            self._timings["prompt"] = time.perf_counter() - self._received - self._timings["images"]
+            self._start(grammar)
+            index, first = await self._next()
+            self._queue.put_nowait((index, first))
+
+    def _tools(self) -> list[dict[str, Any]] | None:
+        choice = self._asked.tool_choice
+        if not self._asked.tools:
+            if choice not in (None, "none", "auto"):
+                raise RequestError("tool_choice: there are no tools to choose from")
+            return None
+        if not self._service.has_tools:
+            raise RequestError("tools: this model's chat template has no place for tools")
+        names = [tool.function.name for tool in self._asked.tools]
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise RequestError(f"tool_choice: {choice.function.name!r} is not among the tools")
+        return None if choice == "none" else [t.model_dump(exclude_none=True) for t in self._asked.tools]
+
+    def _must_call(self) -> bool:
+        return self._asked.tool_choice == "required" or isinstance(self._asked.tool_choice, NamedToolChoice)
+
+    def _wants_grammar(self) -> bool:
+        wanted = self._asked.response_format
+        return self._must_call() or (wanted is not None and wanted.type != "text")
+
+    def _grammar(self) -> Grammar:
+        """Compiled off the event loop."""
+        grammars, wanted = self._service.grammars(), self._asked.response_format
+        if self._must_call():
+            if wanted is not None and wanted.type != "text":
+                raise RequestError("response_format: the answer can't be a tool call and obey a format too")
+            choice = self._asked.tool_choice
+            only = choice.function.name if isinstance(choice, NamedToolChoice) else None
+            tools = [t.function for t in self._asked.tools or [] if only in (None, t.function.name)]
+            return grammars.tool_call(tools)
+        if wanted is not None and wanted.json_schema is not None and wanted.json_schema.schema_ is not None:
+            return grammars.json_schema(wanted.json_schema.schema_, "response_format.json_schema.schema")
+        return grammars.json_object()
+
+    def _start(self, grammar: Grammar | None) -> None:
+        assert self._prompt is not None
+        loop = asyncio.get_running_loop()
+        reads_tools = bool(self._asked.tools) and self._asked.tool_choice != "none"
+        for index in range(self._asked.n or 1):
+            hook = grammar if index == 0 or grammar is None else grammar.copy()
+            generation = self._service.submit(self._prompt, self._sampling(index, hook))
+            self._choices.append(_Choice(index, generation, ToolCallReader() if reads_tools else None))
+
+            def emit(delta: TokenDelta, index: int = index) -> None:
+                loop.call_soon_threadsafe(self._queue.put_nowait, (index, delta))
+
+            generation.listen(emit)
+
+    def _sampling(self, index: int, hook: Grammar | None) -> dict[str, Any]:
+        asked = self._asked
+        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+        names += ("repetition_penalty", "ignore_eos")
+        sampling = {name: getattr(asked, name) for name in names}
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        room = self._service.max_model_len - len(self._prompt.ids) if self._prompt else 0
+        limit = asked.max_completion_tokens or asked.max_tokens
+        return {
+            **sampling,
+            "max_tokens": limit or max(1, room),
+            "seed": None if asked.seed is None else asked.seed + index,
+            "stop": stop,
+            "stop_token_ids": asked.stop_token_ids,
+            "logit_bias": asked.logit_bias and {int(token): bias for token, bias in asked.logit_bias.items()},
+            "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
+            "logits_hook": hook,
+        }
+
+    # Going on
+
+    async def _next(self) -> tuple[int, TokenDelta]:
+        index, delta = await self._queue.get()
+        if delta.finish_reason == "error":
+            raise delta.error
+        return index, delta
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                yield
+        except TimeoutError as exc:
+            limit = f"{self._service.settings.request_timeout:g} s"
+            raise ApiError(504, f"not answered within {limit}", kind="server_error", code="timeout") from exc
