@@ -202,7 +202,7 @@ Named = tuple[Path, Record]
 def _batches(tier: DiskTier, files: list[Path], tally: Tally, advance: Any) -> Iterator[list[Named]]:
     """Sound records that the store hasn't got, a commit's worth at a time."""
     batch: list[Named] = []
-    nbytes = 0
+    nbytes, most = 0, min(BATCH_BYTES, tier.max_bytes // 16)  # a batch's evictions free pages for later ones
     for file in files:
         advance(1)
         try:
@@ -215,7 +215,7 @@ def _batches(tier: DiskTier, files: list[Path], tally: Tally, advance: Any) -> I
             continue
         batch.append((file, record))
         nbytes += record[0].data_bytes
-        if nbytes >= BATCH_BYTES or len(batch) >= BATCH_FILES:
+        if nbytes >= most or len(batch) >= BATCH_FILES:
             yield batch
             batch, nbytes = [], 0
     if batch:
