@@ -63,13 +63,14 @@ class Environment:
                 tables = {name: self._env.open_db(name.encode(), txn=txn) for name in TABLES}
                 txn.put(b"schema", str(SCHEMA_VERSION).encode(), db=info, overwrite=False)
             return tables
+        try:
+            info = self._env.open_db(b"info", create=False)
+        except lmdb.NotFoundError:
+            raise StoreError(f"{self.path}: not a featcache store") from None
         with self._env.begin() as txn:
-            try:
-                info = self._env.open_db(b"info", txn=txn, create=False)
-            except lmdb.NotFoundError:
-                raise StoreError(f"{self.path}: not a featcache store") from None
             check_schema(txn.get(b"schema", db=info), str(self.path))
-            return {name: self._env.open_db(name.encode(), txn=txn, create=False) for name in TABLES}
+        # each in a transaction of its own: py-lmdb forgets what was opened in a reading one that it is given
+        return {name: self._env.open_db(name.encode(), create=False) for name in TABLES}
 
     @contextmanager
     def read(self) -> Iterator[lmdb.Transaction]:
