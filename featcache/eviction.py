@@ -108,7 +108,7 @@ class S3FIFO:
             self._remember(key, nbytes)
 
     def victims(self) -> Iterator[Key]:
-        # Each round lowers a frequency or yields; so many reach every entry, whatever the frequencies are.
+        # Each round lowers a frequency or yields; so many go round the queue that is to shrink.
         for _ in range((MAX_FREQUENCY + 2) * len(self)):
             if not self._frequency:
                 return
@@ -123,6 +123,12 @@ class S3FIFO:
                 if key not in self._frequency:
                     continue
             self._to_main(key)
+        # All of that one is in use: then the other has to give.
+        for key in [*self._small, *self._main]:
+            if key in self._frequency:
+                self._offered = key
+                yield key
+                self._offered = None
 
     def _to_main(self, key: Key) -> None:
         """Hit often enough, or in use: to the end of the main queue."""

@@ -138,16 +138,27 @@ def open_environment(path: Path, *, max_bytes: int, readonly: bool, sync: bool) 
     with translated(path), _lock:
         if not readonly:
             path.mkdir(parents=True, exist_ok=True)
+        _forget_inherited()
         for mode in {readonly, False}:  # who may write can read as well
-            shared = _open.get(_identity(path, mode))
-            if shared is not None and shared._pid == os.getpid():
+            if (shared := _open.get(_identity(path, mode))) is not None:
                 shared._users += 1
                 return shared
-        if (other := _open.get(_identity(path, True))) is not None and other._pid == os.getpid():
+        if _identity(path, True) in _open:
             raise StoreError(f"{path}: open for reading in this process; close that before writing")
         environment = Environment(path, max_bytes=max_bytes, readonly=readonly, sync=sync)
         _open[_identity(path, readonly)] = environment
         return environment
+
+
+def _forget_inherited() -> None:
+    """In a forked child: close what the parent had open, which py-lmdb counts as open here too.
+
+    LMDB compares process ids when it closes, so the parent's locks and readers stay as they are.
+    """
+    for identity, environment in list(_open.items()):
+        if environment._pid != os.getpid():
+            del _open[identity]
+            environment._env.close()
 
 
 def _identity(path: Path, readonly: bool) -> tuple[str, bool]:
