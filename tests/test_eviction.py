@@ -47,7 +47,9 @@ class Cache:
 
 @pytest.mark.parametrize("name", ["s3fifo", "lru"])
 @given(operations=OPERATIONS)
-def test_budget_and_holds_are_kept_whatever_comes(name: str, operations: list[tuple[str, bytes, int]]) -> None:
+def test_budget_and_holds_are_kept_whatever_comes(
+    name: str, operations: list[tuple[str, bytes, int]]
+) -> None:
     cache = Cache(make_policy(name, 100), 100)  # type: ignore[arg-type]
     for what, key, nbytes in operations:
         if what == "ask":

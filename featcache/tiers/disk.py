@@ -505,11 +505,14 @@ class DiskTier:
             is_first = self._failures == 1
         if is_first:
             log.warning("disk tier: can't write (%s); going on without it, and trying again", exc)
-        if _is_full(exc):
+        if isinstance(exc.__cause__, lmdb.MapFullError) or self._free_disk_bytes() < MAX_BATCH_BYTES:
             self._make_room()
 
     def _make_room(self) -> None:
-        """On a full disk, free pages inside the file, which needs next to no new ones."""
+        """On a full disk, free pages inside the file, which needs few new ones: fewer than the write that
+        failed has got already, past the end of what is committed. LMDB reports a short write as EIO, so that
+        the error alone doesn't tell.
+        """
         try:
             with self._env.write() as txn:
                 totals = self._totals(txn)
@@ -525,10 +528,15 @@ class DiskTier:
             recovered, self._failures = self._failures > 0, 0
         if recovered:
             log.warning("disk tier: writing again")
-        if self._soft_limit is not None:
-            free = os.statvfs(self.path)
-            if free.f_bavail * free.f_frsize > self.max_bytes // 8:
-                self._soft_limit = None
+        if self._soft_limit is not None and self._free_disk_bytes() > 2 * MAX_BATCH_BYTES:
+            self._soft_limit = None
+
+    def _free_disk_bytes(self) -> int:
+        try:
+            status = os.statvfs(self.path)
+        except OSError:
+            return 0
+        return status.f_bavail * status.f_frsize
 
     def _condemn(self, key: bytes, reason: str) -> None:
         with self._lock:
@@ -629,8 +637,3 @@ def _cut(pieces: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
         rest = bytes(view[start:])
     if rest:
         yield rest
-
-
-def _is_full(exc: StoreError) -> bool:
-    cause = exc.__cause__
-    return isinstance(cause, (lmdb.DiskError, lmdb.MapFullError)) or "No space left" in str(cause)
