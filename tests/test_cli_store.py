@@ -12,13 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import safetensors
+import typer
 from click.testing import CliRunner, Result
 
-from featcache.cli import COMMANDS, app
+from featcache.cli import COMMANDS, _from_typer, app
+from featcache.errors import ConfigError
 from featcache.features import Header, Layout, TensorSpec, checksum
 from featcache.tiers.disk import DiskTier
 
@@ -407,6 +409,26 @@ def test_versions(run: Run) -> None:
     assert document["python"] == ".".join(map(str, sys.version_info[:3]))
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", document["lmdb"])
     assert facts(run("version")) == document
+
+
+# Commands that are Typer functions
+
+
+def test_a_typer_function_is_a_command(tmp_path: Path) -> None:
+    def say(word: str, loud: Annotated[bool, typer.Option("--loud")] = False, code: int = 0) -> None:
+        """Say a word."""
+        if word == "boom":
+            raise ConfigError("boom is no word")
+        typer.echo(word.upper() if loud else word)
+        raise typer.Exit(code)
+
+    command = _from_typer("say", say)
+    run = CliRunner().invoke
+    assert run(command, ["hello", "--loud"]).output == "HELLO\n"
+    assert run(command, ["hello", "--code", "3"]).exit_code == 3
+    assert "Say a word." in run(command, ["--help"]).output
+    assert run(command, ["--nonsense"]).exit_code == 2
+    assert isinstance(run(command, ["boom"]).exception, ConfigError)  # which the group makes a line of
 
 
 # As real processes

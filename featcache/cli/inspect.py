@@ -39,7 +39,6 @@ def stats(store: Path | None, as_json: bool) -> None:
             ("entries", f"{disk['entries']:,}"),
             ("features", format_size(disk["data_bytes"])),
             ("data file", format_size(disk["file_bytes"])),
-            ("budget", f"{format_size(disk['max_bytes'])} (of whoever writes; here FEATCACHE_DISK_BYTES)"),
             ("known images", f"{disk['aliases']:,}"),
             ("evicted", f"{disk['evicted']:,} entries, {format_size(disk['evicted_bytes'])}"),
             ("quarantined", f"{disk['quarantined']:,}"),
@@ -61,7 +60,7 @@ def stats(store: Path | None, as_json: bool) -> None:
 
 
 def _stats(tier: DiskTier) -> dict[str, Any]:
-    of_process = ("hits", "misses", "damaged", "dropped", "write_errors", "is_degraded")
+    of_process = ("max_bytes", "hits", "misses", "damaged", "dropped", "write_errors", "is_degraded")
     disk = {name: value for name, value in tier.stats().to_json().items() if name not in of_process}
     encoders = [{"fingerprint": fp.hex(), **doc} for fp, doc in tier.encoders().items()]
     encoders.sort(key=lambda encoder: encoder["data_bytes"], reverse=True)
