@@ -13,6 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -50,6 +51,14 @@ _LOCKS = 64
 
 # Of a recomputed hit, against the largest value: another batch shape or thread count moves the last bits.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+class _Found(NamedTuple):
+    """source: bytes, or a canonical image. image: its canonical pixels, if they had to be made."""
+
+    pixel_digest: PixelDigest
+    source: bytes | Image.Image | None
+    image: Image.Image | None
 
 
 class VisionEncoder:
@@ -93,6 +102,11 @@ class VisionEncoder:
         self._fingerprint = self._identify_encoder()
 
     @property
+    def max_batch_cost(self) -> int:
+        """Vision patches that may go through the tower in one call now."""
+        return self._budget.max_cost()
+
+    @property
     def fingerprint(self) -> EncoderFingerprint:
         return self._fingerprint
 
@@ -127,60 +141,76 @@ class VisionEncoder:
     # Which image it is
 
     def identify(
-        self, source: ImageSource | ImageRef, options: ImageOptions | None = None, name: str | None = None
+        self,
+        source: ImageSource | ImageRef,
+        options: ImageOptions | None = None,
+        name: str | None = None,
+        namespace: str | None = None,
     ) -> ImageRef:
         """The key of an image. Its bytes are hashed; they are decoded only if nobody has seen them yet.
 
         source: a path, encoded bytes, a PIL image, or what `identify` returned before (to be taken with other
-            options). name: what errors call it; a description of the source if None.
+            options, in its own namespace).
+        name: what errors call it; a description of the source if None.
+        namespace: whose image it is; the encoder's own if None.
 
         Raises ImageError if it can't be read or decoded.
         """
         options = options or ImageOptions()
         if isinstance(source, ImageRef):
-            return self._ref(name or source.name, source.pixel_digest, options, source.source, source.image)
+            found = _Found(source.pixel_digest, source.source, source.image)
+            return self._ref(name or source.name, found, options, source.namespace)
         name = name or describe(source)
+        namespace = self.namespace if namespace is None else namespace
         content = read_source(source, self.limits, name)
-        if not isinstance(content, bytes):
-            image = open_image(content, self.limits, name)
-            return self._ref(name, digest_pixels(image), options, image, image)
-        digest, image = self._pixel_digest(content, name)
-        return self._ref(name, digest, options, content, image)
+        if isinstance(content, bytes):
+            return self._ref(name, self._find(content, name, namespace), options, namespace)
+        image = open_image(content, self.limits, name)
+        return self._ref(name, _Found(digest_pixels(image), image, image), options, namespace)
 
     def identify_digest(
-        self, pixel_digest: PixelDigest, options: ImageOptions | None = None, name: str = "image"
+        self,
+        pixel_digest: PixelDigest,
+        options: ImageOptions | None = None,
+        name: str = "image",
+        namespace: str | None = None,
     ) -> ImageRef:
         """An image that is known by its PixelDigest alone; it can be used while its features are held."""
-        return self._ref(name, pixel_digest, options or ImageOptions(), None, None)
+        namespace = self.namespace if namespace is None else namespace
+        return self._ref(name, _Found(pixel_digest, None, None), options or ImageOptions(), namespace)
 
-    def _pixel_digest(self, data: bytes, name: str) -> tuple[PixelDigest, Image.Image | None]:
+    def _find(self, data: bytes, name: str, namespace: str) -> _Found:
+        """The pixel digest of encoded bytes, from the alias table or, once, by decoding."""
         digest = source_digest(data)
-        alias = alias_key("source", self.namespace, digest)
+        alias = alias_key("source", namespace, digest)
         if known := self.store.alias(alias):
-            return PixelDigest(known), None
+            return _Found(PixelDigest(known), data, None)
         with self._decoding[digest[0] % _LOCKS]:
             if known := self.store.alias(alias):
-                return PixelDigest(known), None
+                return _Found(PixelDigest(known), data, None)
             image = self._decode(data, name)
             pixel_digest = digest_pixels(image)
             self.store.put_alias(alias, pixel_digest)
-        return pixel_digest, image
+        return _Found(pixel_digest, data, image)
 
-    def _ref(
-        self,
-        name: str,
-        digest: PixelDigest,
-        options: ImageOptions,
-        source: bytes | Image.Image | None,
-        image: Image.Image | None,
-    ) -> ImageRef:
+    def _ref(self, name: str, found: _Found, options: ImageOptions, namespace: str) -> ImageRef:
         fingerprint = self._fingerprint
-        key = feature_key(fingerprint, digest, options.to_json(), self.namespace)
+        key = feature_key(fingerprint, found.pixel_digest, options.to_json(), namespace)
         with self._counting:
             prepared = self._prepared.get(key)
             if prepared is None:
                 prepared = self._prepared[key] = Prepared()
-        return ImageRef(name, key, fingerprint, digest, options, source, prepared, image)
+        return ImageRef(
+            name=name,
+            namespace=namespace,
+            key=key,
+            fingerprint=fingerprint,
+            pixel_digest=found.pixel_digest,
+            options=options,
+            source=found.source,
+            prepared=prepared,
+            image=found.image,
+        )
 
     def _decode(self, data: bytes, name: str) -> Image.Image:
         self._count("decoded")
@@ -191,10 +221,15 @@ class VisionEncoder:
     def layout(self, ref: ImageRef) -> Layout:
         """Token count and grid of an image. Raises ImageError if it isn't held and can't be encoded."""
         if ref.layout is None:
-            ref.layout = ref.prepared.layout() or self.store.layout(ref.key) or self._prepare(ref).layout
+            ref.layout = ref.prepared.layout() or self.store.layout(ref.key) or self.prepare(ref).layout
         return ref.layout
 
-    def _prepare(self, ref: ImageRef) -> Pixels:
+    def layouts(self, refs: Sequence[ImageRef]) -> list[Layout]:
+        """As `layout`, for several images; those that have to be preprocessed are so in parallel."""
+        return list(self._pool.map(self.layout, refs)) if len(refs) > 1 else [self.layout(r) for r in refs]
+
+    def prepare(self, ref: ImageRef) -> Pixels:
+        """Preprocess an image now; the pixels are kept until it is encoded. Raises ImageError."""
         return ref.prepared.pixels(lambda: self._preprocess(ref))
 
     def _preprocess(self, ref: ImageRef) -> Pixels:
@@ -210,16 +245,20 @@ class VisionEncoder:
 
     # Its features
 
-    def features(self, refs: Sequence[ImageRef]) -> list[Lease | FeatcacheError]:
+    def features(self, refs: Sequence[ImageRef], *, wait: bool = False) -> list[Lease | FeatcacheError]:
         """Leases on the features of images, each to be released, in order.
 
         Only misses go through the tower, equal images once. An image that can't be one has its ImageError in
         its place, and harms no other.
+
+        wait: wait for the disk instead of keeping features in memory only when it can't follow.
         """
         refs = [self._current(ref) for ref in refs]
         by_key = {ref.key: ref for ref in refs}
         keys = [ref.key for ref in refs]
-        outcomes = self.store.outcomes(keys, lambda missing: self._encode([by_key[key] for key in missing]))
+        outcomes = self.store.outcomes(
+            keys, lambda missing: self._encode([by_key[FeatureKey(key)] for key in missing]), wait=wait
+        )
         for i, outcome in enumerate(outcomes):
             if isinstance(outcome, Lease):
                 refs[i].image = None
@@ -274,7 +313,7 @@ class VisionEncoder:
         ahead: deque[tuple[ImageRef, Future[Pixels]]] = deque()
         try:
             for ref in refs:
-                ahead.append((ref, self._pool.submit(self._prepare, ref)))
+                ahead.append((ref, self._pool.submit(self.prepare, ref)))
                 if len(ahead) > 2 * self._workers:
                     yield ahead.popleft()
             while ahead:
@@ -354,8 +393,10 @@ class VisionEncoder:
 
     def stats(self) -> dict[str, int | str]:
         """Counters since the start: images decoded, preprocessed and encoded, and hits by tier."""
-        names = ("decoded", "preprocessed", "tower_calls", "tower_images", "out_of_memory", "checked")
-        names += ("check_failed", "tier_device", "tier_host", "tier_disk", "tier_encoded")
+        names = [
+            *("decoded", "preprocessed", "tower_calls", "tower_images", "out_of_memory", "checked"),
+            *("check_failed", "tier_device", "tier_host", "tier_disk", "tier_encoded"),
+        ]
         with self._counting:
             return {"fingerprint": self._fingerprint.hex(), **{name: self._counts[name] for name in names}}
 

@@ -39,34 +39,31 @@ class Prepared:
 class ImageRef:
     """What `VisionEncoder.identify` returns.
 
-    name: for messages. key: of its features. fingerprint, pixel_digest, options: what the key was made of.
+    name: for messages. key: of its features.
+    namespace, fingerprint, pixel_digest, options: what the key was made of.
     source: encoded bytes, or a canonical PIL image; None if only its identity was given.
     """
 
     __slots__ = (
-        "fingerprint",
-        "image",
-        "key",
-        "layout",
-        "name",
-        "options",
-        "pixel_digest",
-        "prepared",
-        "source",
+        *("fingerprint", "image", "key", "layout", "name", "namespace", "options"),
+        *("pixel_digest", "prepared", "source"),
     )
 
     def __init__(
         self,
+        *,
         name: str,
+        namespace: str,
         key: FeatureKey,
         fingerprint: EncoderFingerprint,
         pixel_digest: PixelDigest,
         options: ImageOptions,
         source: bytes | Image.Image | None,
         prepared: Prepared,
-        image: Image.Image | None = None,
+        image: Image.Image | None,
     ) -> None:
         self.name = name
+        self.namespace = namespace
         self.key = key
         self.fingerprint = fingerprint
         self.pixel_digest = pixel_digest

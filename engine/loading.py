@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import torch
 
 from featcache.engine.families.base import Family
 from featcache.engine.families.registry import family_of, load_family
+from featcache.engine.template import ChatTemplate
 from featcache.errors import ModelError
 
 BUNDLED = ("tiny",)
-DTYPES = {
+DTYPES: Mapping[str, str | torch.dtype] = {
     "auto": "auto",
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -26,14 +29,15 @@ DTYPES = {
 class Loaded:
     """A model in memory, with all that belongs to it.
 
-    model, processor, tokenizer: transformers objects. name: as the user gave it. path: the folder, or the
-        name on the hub.
+    model, processor, tokenizer: transformers objects. template: how messages become token ids.
+    name: as the user gave it. path: the folder, or the name on the hub.
     """
 
     model: Any
     processor: Any
     tokenizer: Any
     family: Family
+    template: ChatTemplate
     name: str
     path: str
 
@@ -71,16 +75,18 @@ def load_model(
     family_of(_config(name, path))
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        processor = AutoProcessor.from_pretrained(path)
-        loaded = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=_dtype(dtype), attn_implementation=attention
-        )
+        with _no_progress_bars():
+            processor = AutoProcessor.from_pretrained(path)
+            loaded = AutoModelForImageTextToText.from_pretrained(
+                path, dtype=_dtype(dtype), attn_implementation=attention
+            )
         loaded = loaded.to(target).eval().requires_grad_(False)
     except Exception as exc:  # from files of any make: transformers raises nearly anything
         raise ModelError(f"{name}: can't be loaded: {_first_line(exc)}") from exc
-    if chat_template is not None:
-        processor.chat_template = chat_template
-    return Loaded(loaded, processor, processor.tokenizer, load_family(loaded, processor), name, path)
+    family, tokenizer = load_family(loaded, processor), processor.tokenizer
+    source = chat_template or getattr(processor, "chat_template", None) or tokenizer.chat_template
+    template = ChatTemplate(tokenizer, source, family.placeholder, [family.image_token], name)
+    return Loaded(loaded, processor, tokenizer, family, template, name, path)
 
 
 def _locate(model: str | os.PathLike[str]) -> str:
@@ -111,6 +117,19 @@ def _config(name: str, path: str) -> Any:
             f"{name}: neither the bundled model ({', '.join(BUNDLED)}), nor a local folder, nor to be had "
             f"from the Hugging Face hub: {_first_line(exc)}"
         ) from exc
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -33,7 +33,10 @@ _IDLE_FIELDS = ("type", "detail", "mime_type", "media_type", "cache_control", "u
 
 @dataclass(frozen=True, slots=True)
 class InputImage:
-    """An image that a message holds. where: "messages[0].content[1]". name: what errors about it begin with."""
+    """An image that a message holds.
+
+    where: "messages[0].content[1]". name: what errors about it begin with.
+    """
 
     source: ImageSource | ImageRef
     options: ImageOptions
@@ -63,8 +66,11 @@ class SourceRules:
     paths: bool = True
 
 
+OWN_SOURCES = SourceRules()
+
+
 def read_messages(
-    messages: Sequence[Message], options: ImageOptions, rules: SourceRules = SourceRules()
+    messages: Sequence[Message], options: ImageOptions, rules: SourceRules = OWN_SOURCES
 ) -> Conversation:
     """Messages in the one form that the rest of the engine knows.
 
@@ -78,6 +84,11 @@ def read_messages(
     return Conversation([reader.message(m, f"messages[{i}]") for i, m in enumerate(messages)], reader.images)
 
 
+def read_image(part: Mapping[str, Any], options: ImageOptions, rules: SourceRules, where: str) -> InputImage:
+    """One image part. Raises RequestError that begins with `where` if it can't be taken."""
+    return _Reader(options, rules).image(part, where)
+
+
 class _Reader:
     def __init__(self, options: ImageOptions, rules: SourceRules) -> None:
         self.options = options
@@ -86,7 +97,7 @@ class _Reader:
 
     def message(self, message: Message, where: str) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise RequestError(f"{where}: a {type(message).__name__}; a message is an object with role and content")
+            raise RequestError(f"{where}: a {type(message).__name__}; it is an object with role and content")
         role = message.get("role")
         if role not in ROLES:
             raise RequestError(f"{where}.role: {role!r}; there are {', '.join(ROLES)}")
@@ -152,7 +163,7 @@ class _Reader:
 
     def _nested(self, value: Any, fields: Mapping[str, str], where: str) -> ImageSource | ImageRef:
         kind = value.get("type") if isinstance(value, Mapping) else None
-        if kind not in fields:
+        if not isinstance(kind, str) or kind not in fields:
             raise RequestError(f"{where}.type: {kind!r}; there are {', '.join(fields)}")
         field = fields[kind]
         text = _string(value.get(field), f"{where}.{field}")
@@ -166,7 +177,9 @@ class _Reader:
         scheme = text[:8].lstrip().partition(":")[0].lower()
         if scheme in ("http", "https") or (scheme == "file" and not self.rules.paths):
             if self.rules.fetch is None:
-                raise RequestError(f"{where}: {describe(text)}: {scheme} URLs aren't fetched here; send the bytes")
+                raise RequestError(
+                    f"{where}: {scheme} URLs aren't fetched here; send the image's bytes instead"
+                )
             return self.rules.fetch(text.strip())
         if scheme == "file":
             return _file_path(text.strip(), where)
@@ -193,5 +206,7 @@ def _text(part: Mapping[str, Any], field: str, where: str) -> str:
 
 def _string(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise RequestError(f"{where}: {'missing' if value is None else f'a {type(value).__name__}, not text'}")
+        raise RequestError(
+            f"{where}: {'missing' if value is None else f'a {type(value).__name__}, not text'}"
+        )
     return value
