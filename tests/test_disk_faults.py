@@ -1,9 +1,8 @@
-"""What goes wrong on disks and with processes, done for real: nothing wrong is served, nothing flushed is lost."""
+"""What goes wrong on disks and with processes, done for real: nothing wrong served, nothing flushed lost."""
 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import signal
 import subprocess
@@ -258,6 +257,6 @@ def test_four_processes_read_what_two_write_for_longer(tmp_path: Path) -> None:
 def test_the_file_stays_sparse(tmp_path: Path) -> None:
     tier = DiskTier.open(tmp_path, max_bytes=BUDGET)
     tier.write([record_of(1)])
-    status = os.stat(tmp_path / "data.mdb")
+    status = (tmp_path / "data.mdb").stat()
     assert status.st_size < 2 * MIB and status.st_blocks * 512 < 2 * MIB
     tier.close()

@@ -63,8 +63,17 @@ class EntryInfo(NamedTuple):
 
 
 class WriteResult(NamedTuple):
-    stored: int
-    dropped: int
+    """Whether each record of a batch is stored, in order."""
+
+    outcomes: tuple[bool, ...]
+
+    @property
+    def stored(self) -> int:
+        return sum(self.outcomes)
+
+    @property
+    def dropped(self) -> int:
+        return len(self.outcomes) - self.stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,24 +291,29 @@ class DiskTier:
     def write(self, records: Sequence[Record], aliases: Mapping[bytes, bytes] | None = None) -> WriteResult:
         """Store a batch in one transaction, evicting down to the budget first.
 
-        A record that is there already, or larger than the budget, is passed over. If the disk is full, gone
+        A record that is there already counts as stored; one that is larger than the budget, or whose pieces
+        aren't what its header tells of, is refused. If the disk is full, gone
         or read-only, the batch is dropped and counted, there is one warning, and later writes try again.
         """
         if not self._may_write():
-            self._count("dropped", len(records))
-            return WriteResult(0, len(records))
+            return self._dropped(records)
         try:
             with self._env.write() as txn:
-                stored = self._write(txn, records, aliases or {})
+                result = WriteResult(self._write(txn, records, aliases or {}))
         except StoreError as exc:
             self._failed(exc)
-            self._count("dropped", len(records))
-            return WriteResult(0, len(records))
+            return self._dropped(records)
         self._succeeded()
-        self._count("dropped", len(records) - stored)
-        return WriteResult(stored, len(records) - stored)
+        self._count("dropped", result.dropped)
+        return result
 
-    def _write(self, txn: lmdb.Transaction, records: Sequence[Record], aliases: Mapping[bytes, bytes]) -> int:
+    def _dropped(self, records: Sequence[Record]) -> WriteResult:
+        self._count("dropped", len(records))
+        return WriteResult((False,) * len(records))
+
+    def _write(
+        self, txn: lmdb.Transaction, records: Sequence[Record], aliases: Mapping[bytes, bytes]
+    ) -> tuple[bool, ...]:
         with self._lock:
             touched, self._touched = self._touched, {}
             condemned = list(self._condemned)
@@ -308,7 +322,7 @@ class DiskTier:
         for key in condemned:
             totals.quarantined += self._remove(txn, totals, key)
         queues = Queues(txn, self._env.tables, totals)
-        stored = sum(self._store(txn, totals, queues, header, pieces) for header, pieces in records)
+        stored = tuple([self._store(txn, totals, queues, header, pieces) for header, pieces in records])
         self._write_aliases(txn, totals, aliases)
         txn.put(b"totals", totals.pack(), db=self._env.tables["info"])
         with self._lock:
@@ -329,7 +343,7 @@ class DiskTier:
             return True
         needed = file_bytes(header.data_bytes)
         limit = self._limit()
-        if needed > limit:
+        if needed > limit or sum(piece.nbytes for piece in pieces) != header.data_bytes:
             return False
         self._evict(txn, totals, queues, limit - needed)
         record = totals.number()

@@ -117,8 +117,7 @@ class DiskWriter:
         while True:
             batch, aliases, is_last = self._next_batch()
             if batch or aliases or self._tier.has_pending:
-                stored = self._write(batch, aliases)
-                self._finish(batch, stored)
+                self._finish(batch, self._write(batch, aliases))
             if is_last:
                 return
 
@@ -135,22 +134,21 @@ class DiskWriter:
             self._under_way = len(batch)
             return batch, aliases, self._closing and not self._queue
 
-    def _write(self, batch: list[_Waiting], aliases: dict[bytes, bytes]) -> bool:
+    def _write(self, batch: list[_Waiting], aliases: dict[bytes, bytes]) -> Sequence[bool]:
         try:
-            result = self._tier.write([(w.header, w.pieces) for w in batch], aliases)
+            return self._tier.write([(w.header, w.pieces) for w in batch], aliases).outcomes
         except Exception:  # a bug of ours must not end the thread that others wait for
             log.exception("disk tier: a batch of %d records was dropped", len(batch))
-            return False
-        return result.dropped == 0
+            return [False] * len(batch)
 
-    def _finish(self, batch: list[_Waiting], stored: bool) -> None:
-        for waiting in batch:
+    def _finish(self, batch: list[_Waiting], outcomes: Sequence[bool]) -> None:
+        for waiting, stored in zip(batch, outcomes, strict=True):
             waiting.on_done(stored)
         with self._changed:
             self._bytes -= sum(waiting.header.data_bytes for waiting in batch)
             self._under_way = 0
             self._finished += len(batch)
-            self._written += len(batch) if stored else 0
+            self._written += sum(outcomes)
             for alias_key in self._aliases_under_way:
                 self._aliases.pop(alias_key, None)
             self._changed.notify_all()
