@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy
 import torch
 
-from featcache.errors import StoreClosedError, StoreError
+from featcache.errors import ConfigError, StoreClosedError, StoreError
 from featcache.features import Features, Header, bytes_of
 from featcache.tiers.device import storage_bytes
 
@@ -262,6 +262,23 @@ class CudaCopies(_Thread):
 def open_copies(device: torch.device | None) -> HostCopies | CudaCopies:
     """For a store whose leases are on `device`; None is the host."""
     return HostCopies() if device is None else CudaCopies(device)
+
+
+def cuda_device(device: str | torch.device | None) -> torch.device | None:
+    """The device with its number, or None for the host. Raises ConfigError if there is no such device."""
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except RuntimeError as exc:
+        raise ConfigError(f"device: {device!r} is none; write cuda, cuda:0 or cpu") from exc
+    if found.type == "cpu":
+        return None
+    if found.type != "cuda":
+        raise ConfigError(f"device: {device!r}; features are kept on CUDA devices, or with cpu on the host")
+    if not torch.cuda.is_available() or (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: {device!r}, but torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 def _moved(features: Features, device: torch.device) -> Features:

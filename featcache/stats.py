@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,22 @@ COUNTERS = (
     "failed_copies",
     "rejected",  # records that weren't what their key says, and were taken for misses
 )
+
+
+class Counts:
+    """Counters by the names in COUNTERS. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _counts
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, name: str, number: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += number
+
+    def read(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
 
 
 @dataclass(frozen=True, slots=True)
