@@ -47,6 +47,7 @@ def test_a_key_has_one_owner(tmp_path: Path) -> None:
         assert one.take(KEYS[0]) is Claim.NEW
         assert one.take(KEYS[0]) is Claim.OWN
         assert two.take(KEYS[0]) is Claim.TAKEN
+        assert two.is_taken(KEYS[0]) and not one.is_taken(KEYS[0]) and not two.is_taken(KEYS[1])
         assert one.is_own(KEYS[0]) and not two.is_own(KEYS[0]) and not two.is_own(KEYS[1])
         one.give_back([KEYS[0], KEYS[1]])
         assert two.take(KEYS[0]) is Claim.NEW

@@ -127,6 +127,13 @@ class Claims:
         with translated(self._folder), self._shared.env.begin() as txn:
             return txn.get(key, db=self._shared.claims) == self._id
 
+    def is_taken(self, key: bytes) -> bool:
+        """Whether somebody else, who is alive, has it."""
+        self._check_open()
+        with translated(self._folder), self._shared.env.begin() as txn:
+            owner = txn.get(key, db=self._shared.claims)
+            return owner is not None and owner != self._id and self._is_alive(txn, owner)
+
     def give_back(self, keys: Iterable[bytes]) -> None:
         """Let others have what this run took and won't do."""
         self._check_open()
