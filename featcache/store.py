@@ -119,6 +119,12 @@ class FeatureStore:
 
     # Finding
 
+    @property
+    def path(self) -> Path | None:
+        """The folder of a disk tier that can be written; None if there is none."""
+        disk = self._stack.disk
+        return None if disk is None or disk.readonly else disk.path
+
     def get(self, key: bytes) -> Lease | None:
         """A lease on the features of `key`, to be released; None if no tier has them.
 
