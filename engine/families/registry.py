@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from featcache.engine.families.base import Family
+from featcache.engine.families.gemma3 import Gemma3
+from featcache.engine.families.idefics import Idefics3, SmolVLM
+from featcache.engine.families.internvl import InternVL
+from featcache.engine.families.llava import Llava, LlavaOnevision
 from featcache.engine.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
 from featcache.errors import ModelError
 
-FAMILIES: Mapping[str, type[Family]] = {family.name: family for family in (Qwen2VL, Qwen25VL, Qwen3VL)}
+FAMILIES: Mapping[str, type[Family]] = {
+    family.name: family
+    for family in (
+        *(Qwen2VL, Qwen25VL, Qwen3VL),
+        *(InternVL, Llava, LlavaOnevision, Idefics3, SmolVLM, Gemma3),
+    )
+}
 
 
 def family_of(config: Any) -> type[Family]:
