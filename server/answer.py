@@ -196,17 +196,126 @@ class Answer:
 
     # Going on
 
-    async def _next(self) -> tuple[int, TokenDelta]:
+    async def _next(self) -> tuple[_Choice, TokenDelta]:
+        """The next delta of any choice. Raises what a generation failed with."""
         index, delta = await self._queue.get()
-        if delta.finish_reason == "error":
-            raise delta.error
-        return index, delta
+        now, choice = time.perf_counter(), self._choices[index]
+        if delta.token_ids:
+            metrics, last = self._service.metrics, self._last_token.get(index)
+            if last is not None:
+                metrics.inter_token.observe(now - last)
+            elif not self._last_token:
+                metrics.ttft.observe(now - self._received)
+            self._last_token[index] = now
+        if delta.finish_reason is not None:
+            choice.reply = choice.generation.result()
+        return choice, delta
 
-    @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
+    async def whole(self) -> ChatResponse:
+        """The whole answer."""
+        async with self._in_time():
+            while any(choice.reply is None for choice in self._choices):
+                choice, delta = await self._next()
+                choice.take(delta, with_logprobs=bool(self._asked.logprobs))
+        usage, report = self._account()
+        return ChatResponse(
+            id=self._id,
+            created=self._created,
+            model=self._service.name,
+            choices=[self._choice(choice) for choice in self._choices],
+            usage=usage,
+            system_fingerprint=self._service.fingerprint,
+            featcache=report,
+        )
+
+    def _choice(self, choice: _Choice) -> Choice:
+        calls = choice.calls
+        return Choice(
+            index=choice.index,
+            message=AnswerMessage(content=choice.text or (None if calls else ""), tool_calls=calls or None),
+            logprobs=Logprobs(content=choice.logprobs) if self._asked.logprobs else None,
+            finish_reason=choice.finish_reason,
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events, to the last."""
         try:
-            async with asyncio.timeout_at(self._deadline):
-                yield
-        except TimeoutError as exc:
-            limit = f"{self._service.settings.request_timeout:g} s"
-            raise ApiError(504, f"not answered within {limit}", kind="server_error", code="timeout") from exc
+            async with self._in_time():
+                while any(choice.reply is None for choice in self._choices):
+                    choice, delta = await self._next()
+                    taken = choice.take(delta, with_logprobs=bool(self._asked.logprobs))
+                    if taken is not None:
+                        yield self._event(choice, *taken)
+                    if choice.reply is not None:
+                        yield self._last_event(choice)
+            if self._asked.wants_usage:
+                yield self._chunk([], *self._account())
+        except Exception as exc:
+            error = api_error(exc, REQUEST_ID.get())
+            yield b"data: " + json.dumps(error.to_json()).encode() + b"\n\n"
+        yield DONE
+
+    def _event(self, choice: _Choice, delta: Delta, logprobs: list[TokenLogprob]) -> bytes:
+        if not choice.has_role:
+            delta.role, choice.has_role = "assistant", True
+        held = Logprobs(content=logprobs) if logprobs else None
+        return self._chunk([ChunkChoice(index=choice.index, delta=delta, logprobs=held)])
+
+    def _last_event(self, choice: _Choice) -> bytes:
+        """The end of a choice; of the last one with the report, unless a chunk with usage follows."""
+        delta = Delta() if choice.has_role else Delta(role="assistant", content="")
+        ended = [ChunkChoice(index=choice.index, delta=delta, finish_reason=choice.finish_reason)]
+        is_last = all(choice.reply is not None for choice in self._choices)
+        if is_last and not self._asked.wants_usage:
+            return self._chunk(ended, None, self._account()[1])
+        return self._chunk(ended)
+
+    def _chunk(
+        self, choices: list[ChunkChoice], usage: Usage | None = None, report: CacheReport | None = None
+    ) -> bytes:
+        chunk = ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._service.name,
+            choices=choices,
+            system_fingerprint=self._service.fingerprint,
+            usage=usage,
+            featcache=report,
+        )
+        return chunk.to_event(usage_asked=self._asked.wants_usage)
+
+    # Ending
+
+    def cancel(self) -> None:
+        """Stop what still runs, within one step of the engine. May be called at any time, and again."""
+        for choice in self._choices:
+            if choice.reply is None:
+                choice.generation.cancel()
+
+    def _account(self) -> tuple[Usage, CacheReport]:
+        """What was used and where the images came from; counted once, when all choices are there."""
+        replies = [choice.reply for choice in self._choices if choice.reply is not None]
+        first, service = replies[0], self._service
+        images = [
+            ServedImage(tier=image.tier, tokens=layout.num_tokens, key=ref.key.hex())
+            for ref, image, layout in zip(self._refs, first.images, self._layouts(), strict=True)
+        ]
+        usage = Usage(
+            prompt_tokens=first.usage.prompt_tokens,
+            completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
+            total_tokens=first.usage.prompt_tokens + sum(reply.usage.completion_tokens for reply in replies),
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=first.usage.cached_tokens, image_tokens=sum(image.tokens for image in images)
+            ),
+        )
+        saved = service.savings.account(
+            images,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=first.usage.cached_tokens,
+            encode_s=first.timings.encode_s,
+            prefill_s=first.timings.prefill_s,
+        )
+        for ref, image, layout in zip(self._refs, images, self._layouts(), strict=True):
+            service.recent.add(self._caller.namespace, image, layout, ref.source)
+        self._observe(first, usage, images)
+        return usage, CacheReport(images=images, saved_seconds=round(saved, 6))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from featcache.engine.encoder import VisionEncoder
 from featcache.engine.families.base import ImageOptions
 from featcache.engine.imageref import ImageRef
 from featcache.engine.messages import SourceRules, read_image
-from featcache.errors import FeatcacheError, ImageError, RequestError
+from featcache.errors import FeatcacheError, RequestError
 from featcache.keys import PixelDigest, SourceDigest, alias_key
 from featcache.server.auth import Caller
 from featcache.server.media import MediaFetcher
@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 
 _IMAGE_TYPES = ("image", "image_url", "input_image")
 _IMAGE_FIELDS = ("image", "image_url", "url")
+_SOURCE_FIELDS = (*_IMAGE_FIELDS, "source", "base64")
 _DETAILS = ("auto", "low", "high", "original")
 _LOW_DETAIL_PIXELS = 512 * 512
 _MAX_UUID = 256
@@ -33,13 +34,18 @@ _NO_FILES = SourceRules(fetch=None, paths=False)
 
 @dataclass(frozen=True, slots=True)
 class RequestImage:
-    """One image part. where: "messages[0].content[1]". address: the http(s) or file: URL to fetch, if any."""
+    """One image part.
+
+    where: as "messages[0].content[1]". address: the http(s) or file: URL to fetch, if any.
+    number: of images that stand together in one prompt.
+    """
 
     part: Mapping[str, Any]
     where: str
     address: str | None
     uuid: str | None
     options: ImageOptions
+    number: int
 
 
 class ImageReader:
@@ -83,46 +89,58 @@ class ImageReader:
     def _find(
         self, messages: Sequence[Mapping[str, Any]], options: ImageOptions
     ) -> dict[tuple[int, int], RequestImage]:
-        found = {}
-        for i, message in enumerate(messages):
-            content = message.get("content")
-            for j, part in enumerate(content if isinstance(content, list) else []):
-                if is_image(part):
-                    found[i, j] = self.describe(part, f"messages[{i}].content[{j}]", options)
-        if len(found) > self._max_images:
+        parts = {
+            (i, j): part
+            for i, message in enumerate(messages)
+            if isinstance(message.get("content"), list)
+            for j, part in enumerate(message["content"])
+            if is_image(part)
+        }
+        number = len(parts)
+        if number > self._max_images:
             raise RequestError(
-                f"messages: {len(found)} images; this server takes {self._max_images} in a request"
+                f"messages: {number} images; this server takes {self._max_images} in a request"
             )
-        return found
+        return {
+            (i, j): self.describe(part, f"messages[{i}].content[{j}]", options, number)
+            for (i, j), part in parts.items()
+        }
 
-    def describe(self, part: Mapping[str, Any], where: str, options: ImageOptions) -> RequestImage:
+    def describe(
+        self, part: Mapping[str, Any], where: str, options: ImageOptions, number: int = 1
+    ) -> RequestImage:
         """What an image part asks for. Raises RequestError that names the field at fault."""
         uuid = part.get("uuid")
         if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= _MAX_UUID):
             raise RequestError(f"{where}.uuid: it is a text of 1 to {_MAX_UUID} characters")
-        given = [name for name in _IMAGE_FIELDS if part.get(name) is not None]
+        given = [name for name in (*_IMAGE_FIELDS, "source") if part.get(name) is not None]
         value = part[given[0]] if given else None
         url = value.get("url") if isinstance(value, Mapping) else value
         address = url.strip() if isinstance(url, str) and _scheme(url) in ("http", "https", "file") else None
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and given != ["source"]:
             extra = sorted(str(name) for name in value if name not in ("url", "detail"))
             if extra:
                 raise RequestError(f"{where}.{given[0]}.{extra[0]}: this server doesn't know the field")
         detail = value.get("detail") if isinstance(value, Mapping) else part.get("detail")
-        return RequestImage(part, where, address, uuid, self._options(detail, options, where))
+        try:
+            options = replace(options, **_limits(part))
+        except RequestError as exc:
+            raise RequestError(f"{where}.{exc}") from exc
+        return RequestImage(part, where, address, uuid, self._detailed(detail, options, where), number)
 
-    def _options(self, detail: Any, options: ImageOptions, where: str) -> ImageOptions:
-        """`detail` in the words of the model's own image processor."""
+    def _detailed(self, detail: Any, options: ImageOptions, where: str) -> ImageOptions:
+        """`options` with `detail` in the words of the model's own image processor."""
         if detail is not None and detail not in _DETAILS:
             raise RequestError(f"{where}.detail: {detail!r}; there are {', '.join(_DETAILS)}")
         if detail != "low":
             return options
-        understood = self._encoder.family.options
-        if "max_pixels" in understood and options.max_pixels is None:
-            least = max(_LOW_DETAIL_PIXELS, options.min_pixels or 0)
-            return ImageOptions(options.min_pixels, least, options.max_tiles)
-        if "max_tiles" in understood and options.max_tiles is None:
-            return ImageOptions(options.min_pixels, options.max_pixels, 1)
+        family = self._encoder.family
+        if "max_pixels" in family.options and options.max_pixels is None:
+            if int(family.image_processor.size["longest_edge"]) <= _LOW_DETAIL_PIXELS:
+                return options  # the model itself takes no more
+            return replace(options, max_pixels=max(_LOW_DETAIL_PIXELS, options.min_pixels or 0))
+        if "max_tiles" in family.options and options.max_tiles is None:
+            return replace(options, max_tiles=1)
         return options  # a family whose images all cost the same
 
     async def read(self, image: RequestImage, caller: Caller) -> ImageRef:
@@ -144,14 +162,14 @@ class ImageReader:
 
     def _identify(self, image: RequestImage, caller: Caller, data: bytes | None = None) -> ImageRef:
         part = {name: value for name, value in image.part.items() if name not in ("uuid", "detail")}
-        if data is not None:
-            part = {"type": "image", "image": data, **_limits(part)}
-        elif image.uuid is not None and not any(
-            part.get(name) is not None for name in (*_IMAGE_FIELDS, "source", "base64")
-        ):
+        has_image = any(part.get(name) is not None for name in _SOURCE_FIELDS)
+        if image.uuid is not None and not has_image:
             return self._by_uuid(image, caller)
+        if data is not None:
+            others = {name: value for name, value in part.items() if name not in _SOURCE_FIELDS}
+            part = {**others, "type": "image", "image": data}
         read = read_image(part, image.options, _NO_FILES, image.where)
-        options = self._encoder.family.options_for(read.options, 1)
+        options = self._understood(read.options, image)
         ref = self._encoder.identify(read.source, options, image.where, caller.features)
         return self._named(ref, image, caller)
 
@@ -178,13 +196,16 @@ class ImageReader:
         return self._ref(PixelDigest(pixels), image, caller) if pixels else None
 
     def _ref(self, digest: PixelDigest, image: RequestImage, caller: Caller) -> ImageRef | None:
-        options = self._encoder.family.options_for(image.options, 1)
+        options = self._understood(image.options, image)
         ref = self._encoder.identify_digest(digest, options, image.where, caller.features)
+        ref.layout = self._encoder.store.layout(ref.key)
+        return None if ref.layout is None else ref
+
+    def _understood(self, options: ImageOptions, image: RequestImage) -> ImageOptions:
         try:
-            self._encoder.layout(ref)
-        except ImageError:
-            return None
-        return ref
+            return self._encoder.family.options_for(options, image.number)
+        except RequestError as exc:
+            raise RequestError(f"{image.where}: {exc}") from exc
 
     async def _run(self, call: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
