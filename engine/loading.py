@@ -14,6 +14,7 @@ import torch
 from featcache.engine.families.base import Family
 from featcache.engine.families.registry import family_of, load_family
 from featcache.engine.template import ChatTemplate
+from featcache.engine.tower import without_language_model
 from featcache.errors import ModelError
 
 BUNDLED = ("tiny",)
@@ -59,6 +60,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     attention: str = "sdpa",
     chat_template: str | None = None,
+    tower_only: bool = False,
 ) -> Loaded:
     """Load a model and its processor, ready to run.
 
@@ -66,18 +68,20 @@ def load_model(
     device: by default CUDA if there is one. dtype: "auto" is the checkpoint's own.
     attention: of the vision tower, and of the language model until the engine sets its own.
     chat_template: Jinja text to use instead of the model's own.
+    tower_only: leave the language model's weights out; what is loaded can encode images, and nothing else.
 
     Raises ModelError if there is no such model, its architecture isn't known, or its files can't be read.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoProcessor
 
     name, path = os.fspath(model), _locate(model)
-    family_of(_config(name, path))
+    config = _config(name, path)
+    family_of(config)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
         with _no_progress_bars():
             processor = AutoProcessor.from_pretrained(path)
-            loaded = AutoModelForImageTextToText.from_pretrained(
+            loaded = _model_class(config, tower_only).from_pretrained(
                 path, dtype=_dtype(dtype), attn_implementation=attention
             )
         loaded = loaded.to(target).eval().requires_grad_(False)
@@ -87,6 +91,14 @@ def load_model(
     source = chat_template or getattr(processor, "chat_template", None) or tokenizer.chat_template
     template = ChatTemplate(tokenizer, source, family.placeholder, [family.image_token], name)
     return Loaded(loaded, processor, tokenizer, family, template, name, path)
+
+
+def _model_class(config: Any, tower_only: bool) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    if not tower_only:
+        return AutoModelForImageTextToText
+    return without_language_model(AutoModelForImageTextToText._model_mapping[type(config)])
 
 
 def _locate(model: str | os.PathLike[str]) -> str:
