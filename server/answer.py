@@ -5,27 +5,38 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from featcache.engine.engine import Generation, Reply, TokenDelta
-from featcache.engine.imageref import ImageRef
 from featcache.engine.prompt import Prompt
-from featcache.errors import RequestError
+from featcache.errors import CancelledError, RequestError
 from featcache.server.auth import Caller
-from featcache.server.errors import ApiError
+from featcache.server.errors import api_error
 from featcache.server.grammar import Grammar
 from featcache.server.images import options_of
 from featcache.server.logs import REQUEST_ID
 from featcache.server.protocol import (
+    AnswerMessage,
+    CacheReport,
+    ChatChunk,
     ChatRequest,
+    ChatResponse,
+    Choice,
+    ChunkChoice,
     Delta,
     FinishReason,
+    Logprobs,
+    Message,
     NamedToolChoice,
+    PromptTokensDetails,
+    ServedImage,
     TokenLogprob,
     ToolCall,
+    TopLogprob,
+    Usage,
 )
 from featcache.server.service import Service
 from featcache.server.tools import ToolCallReader
@@ -39,34 +50,27 @@ class _Choice:
 
     index: int
     generation: Generation
-    reader: ToolCallReader | None
+    reader: ToolCallReader | None  # if the request has tools
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reply: Reply | None = None
     has_role: bool = False  # the first event of a choice tells the role
 
-    def take(self, delta: TokenDelta, *, with_logprobs: bool) -> tuple[Delta, list[TokenLogprob]] | None:
+    def take(self, delta: TokenDelta, logprobs: list[TokenLogprob]) -> Delta | None:
         """What a delta adds to the answer; None if nothing (a part of a character, or of a tool call)."""
-        text, calls = (delta.text, []) if self.reader is None else self.reader.feed(delta.text)
-        logprobs = _logprobs(delta) if with_logprobs else []
-        return self._add(text, calls, logprobs)
-
-    def finish(self, reply: Reply) -> Delta | None:
-        """What was held back until the end."""
-        self.reply = reply
-        added = None if self.reader is None else self._add(*self.reader.finish(), [])
-        return added and added[0]
-
-    def _add(
-        self, text: str, calls: list[ToolCall], logprobs: list[TokenLogprob]
-    ) -> tuple[Delta, list[TokenLogprob]] | None:
+        text, calls = delta.text, list[ToolCall]()
+        if self.reader is not None:
+            text, calls = self.reader.feed(text)
+            if delta.finish_reason is not None:
+                rest, late = self.reader.finish()
+                text, calls = text + rest, calls + late
         self.text += text
         self.calls += calls
         self.logprobs += logprobs
         if not (text or calls or logprobs):
             return None
-        return Delta(content=text if text or not calls else None, tool_calls=calls or None), logprobs
+        return Delta(content=text if text or not calls else None, tool_calls=calls or None)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -88,11 +92,12 @@ class Answer:
         self._id = f"chatcmpl-{REQUEST_ID.get()}"
         self._created = int(time.time())
         self._choices: list[_Choice] = []
-        self._refs: list[ImageRef] = []
+        self._first: tuple[_Choice, TokenDelta] | None = None
         self._prompt: Prompt | None = None
         self._queue: asyncio.Queue[tuple[int, TokenDelta]] = asyncio.Queue()
         self._timings: dict[str, float] = {}
         self._last_token: dict[int, float] = {}
+        self._log: dict[str, Any] = {}
 
     # Beginning
 
@@ -101,21 +106,21 @@ class Answer:
 
         Raises what is wrong with the request, while it can still be told by the status.
         """
+        service = self._service
         async with self._in_time():
             options = options_of(self._asked.mm_processor_kwargs)
-            messages, self._refs = await self._service.images.read_messages(
-                [
-                    _template_message(m.model_dump(exclude_none=True), i)
-                    for i, m in enumerate(self._asked.messages)
-                ],
+            messages, _ = await service.images.read_messages(
+                [_template_message(m, i, service.has_tools) for i, m in enumerate(self._asked.messages)],
                 options,
                 self._caller,
             )
             self._timings["images"] = time.perf_counter() - self._received
             tools = self._tools()
-            grammar = await self._service.run(self._grammar) if self._wants_grammar() else None
-            self._prompt = await self._service.run(
-                self._service.build_prompt,
+            grammar = await service.run(self._grammar) if self._wants_grammar() else None
+            if self._asked.logprobs:
+                await service.run(service.grammars)
+            self._prompt = await service.run(
+                service.build_prompt,
                 messages,
                 options,
                 json.dumps([self._caller.features, self._asked.cache_salt]),
@@ -124,8 +129,7 @@ class Answer:
             )
             self._timings["prompt"] = time.perf_counter() - self._received - self._timings["images"]
             self._start(grammar)
-            index, first = await self._next()
-            self._queue.put_nowait((index, first))
+            self._first = await self._next()
 
     def _tools(self) -> list[dict[str, Any]] | None:
         choice = self._asked.tool_choice
@@ -142,6 +146,9 @@ class Answer:
 
     def _must_call(self) -> bool:
         return self._asked.tool_choice == "required" or isinstance(self._asked.tool_choice, NamedToolChoice)
+
+    def _max_calls(self) -> int | None:
+        return 1 if self._asked.parallel_tool_calls is False or self._must_call() else None
 
     def _wants_grammar(self) -> bool:
         wanted = self._asked.response_format
@@ -168,7 +175,8 @@ class Answer:
         for index in range(self._asked.n or 1):
             hook = grammar if index == 0 or grammar is None else grammar.copy()
             generation = self._service.submit(self._prompt, self._sampling(index, hook))
-            self._choices.append(_Choice(index, generation, ToolCallReader() if reads_tools else None))
+            reader = ToolCallReader(self._max_calls()) if reads_tools else None
+            self._choices.append(_Choice(index, generation, reader))
 
             def emit(delta: TokenDelta, index: int = index) -> None:
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, delta))
@@ -198,6 +206,9 @@ class Answer:
 
     async def _next(self) -> tuple[_Choice, TokenDelta]:
         """The next delta of any choice. Raises what a generation failed with."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
         index, delta = await self._queue.get()
         now, choice = time.perf_counter(), self._choices[index]
         if delta.token_ids:
@@ -209,14 +220,19 @@ class Answer:
             self._last_token[index] = now
         if delta.finish_reason is not None:
             choice.reply = choice.generation.result()
+            if choice.reply.finish_reason == "cancelled":
+                raise CancelledError("the server is shutting down; try again")
         return choice, delta
+
+    def _take(self, choice: _Choice, delta: TokenDelta) -> tuple[Delta | None, list[TokenLogprob]]:
+        logprobs = _logprobs(delta, self._service.grammars().token_bytes) if self._asked.logprobs else []
+        return choice.take(delta, logprobs), logprobs
 
     async def whole(self) -> ChatResponse:
         """The whole answer."""
         async with self._in_time():
             while any(choice.reply is None for choice in self._choices):
-                choice, delta = await self._next()
-                choice.take(delta, with_logprobs=bool(self._asked.logprobs))
+                self._take(*await self._next())
         usage, report = self._account()
         return ChatResponse(
             id=self._id,
@@ -243,9 +259,9 @@ class Answer:
             async with self._in_time():
                 while any(choice.reply is None for choice in self._choices):
                     choice, delta = await self._next()
-                    taken = choice.take(delta, with_logprobs=bool(self._asked.logprobs))
-                    if taken is not None:
-                        yield self._event(choice, *taken)
+                    added, logprobs = self._take(choice, delta)
+                    if added is not None:
+                        yield self._event(choice, added, logprobs)
                     if choice.reply is not None:
                         yield self._last_event(choice)
             if self._asked.wants_usage:
@@ -293,19 +309,17 @@ class Answer:
                 choice.generation.cancel()
 
     def _account(self) -> tuple[Usage, CacheReport]:
-        """What was used and where the images came from; counted once, when all choices are there."""
+        """What was used and where the images came from; called once, when all choices are there."""
         replies = [choice.reply for choice in self._choices if choice.reply is not None]
         first, service = replies[0], self._service
-        images = [
-            ServedImage(tier=image.tier, tokens=layout.num_tokens, key=ref.key.hex())
-            for ref, image, layout in zip(self._refs, first.images, self._layouts(), strict=True)
-        ]
+        images = [ServedImage(tier=image.tier, tokens=image.tokens, key=image.key) for image in first.images]
+        generated = sum(reply.usage.completion_tokens for reply in replies)
         usage = Usage(
             prompt_tokens=first.usage.prompt_tokens,
-            completion_tokens=sum(reply.usage.completion_tokens for reply in replies),
-            total_tokens=first.usage.prompt_tokens + sum(reply.usage.completion_tokens for reply in replies),
+            completion_tokens=generated,
+            total_tokens=first.usage.prompt_tokens + generated,
             prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=first.usage.cached_tokens, image_tokens=sum(image.tokens for image in images)
+                cached_tokens=first.usage.cached_tokens, image_tokens=first.usage.image_tokens
             ),
         )
         saved = service.savings.account(
@@ -315,7 +329,72 @@ class Answer:
             encode_s=first.timings.encode_s,
             prefill_s=first.timings.prefill_s,
         )
-        for ref, image, layout in zip(self._refs, images, self._layouts(), strict=True):
+        assert self._prompt is not None
+        for ref, layout, image in zip(self._prompt.images, self._prompt.layouts, images, strict=True):
             service.recent.add(self._caller.namespace, image, layout, ref.source)
         self._observe(first, usage, images)
         return usage, CacheReport(images=images, saved_seconds=round(saved, 6))
+
+    def _observe(self, first: Reply, usage: Usage, images: list[ServedImage]) -> None:
+        metrics = self._service.metrics
+        metrics.queue.observe(first.timings.queue_s)
+        if images:
+            metrics.encode.observe(first.timings.encode_s)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.completion_tokens.inc(usage.completion_tokens)
+        self._log = {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            **{f"images_{tier}": count for tier, count in Counter(image.tier for image in images).items()},
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """For the log: numbers only."""
+        return self._log
+
+    def server_timing(self) -> str:
+        """The Server-Timing header: what has taken how long so far."""
+        spans = dict(self._timings)
+        if (reply := self._choices[0].reply) is not None:
+            times = reply.timings
+            spans |= {"queue": times.queue_s, "encode": times.encode_s, "prefill": times.prefill_s}
+            spans |= {"total": time.perf_counter() - self._received}
+        return ", ".join(f"{name};dur={seconds * 1e3:.1f}" for name, seconds in spans.items())
+
+
+def _template_message(message: Message, index: int, has_tools: bool) -> dict[str, Any]:
+    """A message as chat templates take it: arguments of tool calls as objects, nothing that says nothing."""
+    doc = message.model_dump(exclude_none=True)
+    for name in ("annotations", "refusal", "audio", "function_call"):
+        doc.pop(name, None)
+    if message.content is None and message.refusal is not None:
+        doc["content"] = message.refusal
+    for at, call in enumerate(doc.get("tool_calls", ())):
+        where = f"messages[{index}].tool_calls[{at}]"
+        if not has_tools:
+            raise RequestError(f"{where}: this model's chat template has no place for tool calls")
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        except ValueError as exc:
+            raise RequestError(f"{where}.function.arguments: not JSON: {exc}") from exc
+    if message.role == "tool" and not has_tools:
+        raise RequestError(
+            f"messages[{index}].role: this model's chat template has no place for tool results"
+        )
+    return doc
+
+
+def _logprobs(delta: TokenDelta, decode: Callable[[int], bytes]) -> list[TokenLogprob]:
+    """A delta's log probabilities as OpenAI's API tells them."""
+    told = []
+    for token in delta.logprobs:
+        top = [_token(other.token_id, other.logprob, decode) for other in token.top]
+        own = _token(token.token_id, token.logprob, decode)
+        told.append(TokenLogprob(**own.model_dump(), top_logprobs=top))
+    return told
+
+
+def _token(token_id: int, logprob: float, decode: Callable[[int], bytes]) -> TopLogprob:
+    data = decode(token_id)
+    return TopLogprob(token=data.decode("utf-8", "replace"), logprob=max(logprob, -9999.0), bytes=list(data))

@@ -22,7 +22,14 @@ class Grammars:
     """Compiles grammars for one tokenizer. `compile` may take a second: call it off the event loop."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: list[int]) -> None:
+        self._names = tokenizer
         self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=stop_ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for: perhaps only a part of a character."""
+        if self._tokenizer.is_special_token(token):
+            return str(self._names.convert_ids_to_tokens(token)).encode()
+        return self._tokenizer.decode_bytes([token])
 
     def json_object(self) -> Grammar:
         return self.json_schema({"type": "object"}, "response_format")

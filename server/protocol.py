@@ -150,7 +150,7 @@ class ChatRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(default=None, ge=1, le=64)
-    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=(1 << 63) - 64)
     temperature: Finite | None = Field(default=None, ge=0, le=2)
     top_p: Finite | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=1 << 31)
@@ -293,6 +293,17 @@ class ChatResponse(BaseModel):
     usage: Usage
     system_fingerprint: str
     featcache: CacheReport
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is sent: null where OpenAI's API has null, and nothing where it has nothing."""
+        doc = self.model_dump(exclude_none=True)
+        for choice in doc["choices"]:
+            choice["logprobs"] = choice.get("logprobs")
+            message = choice["message"]
+            message |= {"content": message.get("content"), "refusal": None}
+            for call in message.get("tool_calls", ()):
+                del call["index"]  # it is for putting streamed ones together
+        return doc
 
 
 class Delta(BaseModel):

@@ -20,9 +20,11 @@ def understands_tools(chat_template: str | None) -> bool:
 class ToolCallReader:
     """Takes an answer's text as it comes; tells plain text and tool calls apart.
 
-    A block that turns out not to be a call (broken JSON, no name) is text after all.
+    A block that turns out not to be a call (broken JSON, no name) is text after all. max_calls: more are left
+    out.
     """
 
+    max_calls: int | None = None
     calls: list[ToolCall] = field(default_factory=list)
     _held: str = ""
 
@@ -45,7 +47,7 @@ class ToolCallReader:
             call = _parsed(body, len(self.calls))
             if call is None:
                 plain += opened + body + closed
-            else:
+            elif self.max_calls is None or len(self.calls) < self.max_calls:
                 self.calls.append(call)
                 found.append(call)
             self._held = after
