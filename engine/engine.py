@@ -1,0 +1,430 @@
+"""`Engine`: requests in, tokens out. One thread runs the model, one beside it encodes images.
+
+A step: take what came in, see which images are wanted, admit, plan, run, choose, emit. Encoding runs on its own
+thread, so that a new image doesn't hold up those who are already reading.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from featcache.engine.encoder import VisionEncoder
+from featcache.engine.generation import FinishReason, Generation, Reply, TokenDelta
+from featcache.engine.kv import BLOCK, Blocks, block_bytes
+from featcache.engine.loading import Loaded
+from featcache.engine.prompt import Prompt
+from featcache.engine.runner import ModelRunner
+from featcache.engine.sampling import SamplingParams, TokenLogprobs
+from featcache.engine.scheduler import Part, Scheduler
+from featcache.engine.sequence import Sequence, State
+from featcache.errors import (
+    CancelledError,
+    ConfigError,
+    ContextLengthError,
+    FeatcacheError,
+    QueueFullError,
+    RequestError,
+)
+from featcache.lease import Lease
+from featcache.sizes import parse_size
+
+log = logging.getLogger("featcache")
+
+__all__ = ["Engine", "EngineSettings", "Generation", "Reply", "TokenDelta"]
+
+GPU_SHARE = 0.5  # of the memory that is free once the model is loaded, for KV blocks
+CPU_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of the native engine.
+
+    kv_bytes: memory for KV blocks; by default half of the GPU's free memory, or 512 MiB on a CPU.
+    max_model_len: tokens of prompt and answer at most; by default what the model and the blocks allow.
+    max_batch_tokens: tokens in one step. max_running, max_waiting: requests that run, and that may wait.
+    prefix_cache: reuse KV blocks across requests.
+    """
+
+    kv_bytes: int | str | None = None
+    max_model_len: int | None = None
+    max_batch_tokens: int = 2048
+    max_running: int = 64
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_running", "max_waiting", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: {value}; it is at least 1")
+
+
+class Engine:
+    """Runs requests on one model. Thread-safe. `close` it."""
+
+    def __init__(self, loaded: Loaded, encoder: VisionEncoder, settings: EngineSettings | None = None) -> None:
+        self.settings = settings or EngineSettings()
+        self._loaded = loaded
+        family = loaded.family
+        num_blocks = self._num_blocks()
+        self.max_model_len = min(
+            self.settings.max_model_len or family.max_positions, family.max_positions, num_blocks * BLOCK
+        )
+        self.stop_ids = _stop_ids(loaded)
+        self._runner = ModelRunner(loaded, num_blocks)
+        self._scheduler = Scheduler(
+            Blocks(num_blocks),
+            max_batch_tokens=self.settings.max_batch_tokens,
+            max_running=self.settings.max_running,
+            reuses_prefixes=self.settings.prefix_cache,
+            keeps_images_whole=family.bidirectional_images,
+        )
+        self._encoding = _EncodingThread(encoder, loaded.device, self._wake)
+        self._changed = threading.Condition()  # guards the four below
+        self._incoming: deque[Sequence] = deque()
+        self._num_open = 0
+        self._has_news = False
+        self._closing = False
+        self._stepping = threading.Lock()  # held during a step: guards scheduler and pool
+        self._counts: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._run, name="featcache-engine", daemon=True)
+        self._thread.start()
+
+    def _num_blocks(self) -> int:
+        size = block_bytes(self._loaded.family.text_config, self._loaded.dtype)
+        given = self.settings.kv_bytes
+        if given is not None:
+            budget = parse_size(given, "kv_bytes")
+        elif self._loaded.device.type == "cuda":
+            budget = int(GPU_SHARE * torch.cuda.mem_get_info(self._loaded.device)[0])
+        else:
+            budget = CPU_BYTES
+        if budget < 2 * size:
+            raise ConfigError(f"kv_bytes: {budget}; two blocks of this model take {2 * size}")
+        return budget // size
+
+    # For callers
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Start a request.
+
+        Raises ContextLengthError, QueueFullError, or CancelledError if the engine is closed.
+        """
+        params = params or SamplingParams()
+        if len(prompt.ids) >= self.max_model_len:
+            raise ContextLengthError(
+                f"messages: the prompt has {len(prompt.ids)} tokens, "
+                f"and with its answer at most {self.max_model_len} are possible"
+            )
+        if not prompt.ids:
+            raise RequestError("messages: the prompt has no tokens")
+        sequence: Sequence
+        generation = Generation(lambda: self._cancel(sequence))
+        sequence = Sequence(prompt, params, generation, self._loaded.tokenizer, self.max_model_len)
+        with self._changed:
+            if self._closing:
+                raise CancelledError("the engine is closed")
+            if self._num_open >= self.settings.max_waiting + self.settings.max_running:
+                raise QueueFullError(f"{self._num_open} requests are under way or waiting; try again later")
+            self._num_open += 1
+            self._incoming.append(sequence)
+            self._news()
+        return generation
+
+    def _cancel(self, sequence: Sequence) -> None:
+        sequence.is_cancelled = True
+        self._wake()
+
+    def clear_prefix_cache(self) -> int:
+        """Forget all KV blocks that nobody uses now, and let none in use be found. Returns how many."""
+        with self._stepping:
+            return self._scheduler.blocks.clear()
+
+    def stats(self) -> dict[str, int]:
+        """Requests and blocks now, and counters since the start."""
+        blocks = self._scheduler.blocks
+        names = ("finished", "failed", "cancelled", "steps", "prompt_tokens", "cached_tokens")
+        names += ("completion_tokens",)
+        return {
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting) + len(self._incoming),
+            "blocks": blocks.num_blocks,
+            "blocks_used": blocks.num_used,
+            "blocks_kept": blocks.num_kept,
+            "blocks_evicted": blocks.evicted,
+            "preemptions": self._scheduler.preemptions,
+            **{name: self._counts[name] for name in names},
+        }
+
+    def check(self) -> list[str]:
+        """Recount the blocks; what doesn't add up."""
+        with self._stepping:
+            return self._scheduler.check()
+
+    def close(self) -> None:
+        """Cancel what runs or waits, and end the threads. May be called again."""
+        with self._changed:
+            self._closing = True
+            self._news()
+        self._thread.join()
+        self._encoding.close()
+
+    # The loop
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._news()
+
+    def _news(self) -> None:
+        self._has_news = True
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._has_news or self._scheduler.running):
+                    self._changed.wait()
+                self._has_news = False
+                is_last = self._closing
+                incoming = list(self._incoming)
+                self._incoming.clear()
+            with self._stepping:
+                for sequence in incoming:
+                    self._scheduler.add(sequence)
+                if is_last:
+                    self._cancel_all()
+                    return
+                self.step()
+
+    def step(self) -> None:
+        """One step of all sequences."""
+        self._take_encoded()
+        self._drop_cancelled()
+        self._encoding.want(self._scheduler.prepare())
+        self._scheduler.admit()
+        parts = self._scheduler.plan()
+        if not parts:
+            return
+        try:
+            logits = self._runner.run(parts)
+            self._scheduler.computed(parts)
+            self._choose([part.sequence for part in parts if part.sequence.pending == 0], logits)
+        except Exception as exc:  # out of memory, a bug: it ends these requests, not the engine
+            log.exception("engine: a step failed")
+            for sequence in {part.sequence for part in parts}:
+                if not sequence.is_over:
+                    self._fail(sequence, _engine_error(exc))
+        self._counts["steps"] += 1
+
+    def _take_encoded(self) -> None:
+        for encoded in self._encoding.take():
+            sequence = encoded.sequence
+            sequence.encode_s += encoded.seconds
+            if sequence.is_over:
+                for lease in encoded.leases.values():
+                    lease.release()
+                continue
+            sequence.leases |= encoded.leases
+            sequence.features_ready = encoded.event
+            for image, lease in encoded.leases.items():
+                sequence.tiers[image] = sequence.tiers[image] or lease.tier
+            if encoded.error is not None:
+                self._fail(sequence, encoded.error)
+            else:
+                sequence.to(State.READY)
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
+            if sequence.is_cancelled:
+                self._finish(sequence, State.CANCELLED, "cancelled")
+
+    def _choose(self, sequences: Items[Sequence], logits: torch.Tensor) -> None:
+        """The next token of each sequence, of which `logits` has a row."""
+        if not sequences:
+            return
+        best = logits.argmax(-1).tolist()  # waits for the device: the only time in a step
+        for row, sequence in enumerate(sequences):
+            try:
+                if sequence.params.is_plain_greedy:
+                    self._take_token(sequence, best[row], None)
+                else:
+                    self._take_token(sequence, *sequence.sampler.choose(logits[row]))
+            except FeatcacheError as exc:
+                self._fail(sequence, exc)
+
+    def _take_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        sequence.mark("first token")
+        sequence.ids.append(token)
+        sequence.sampler.note(token)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        params = sequence.params
+        is_stop = token in params.stop_token_ids or (token in self.stop_ids and not params.ignore_eos)
+        text = "" if is_stop else sequence.text.add(token)
+        reported = () if logprobs is None else (logprobs,)
+        if is_stop or sequence.text.stopped:
+            self._finish(sequence, State.FINISHED, "stop", text, (token,), reported)
+        elif len(sequence.ids) >= sequence.max_len:
+            self._finish(sequence, State.FINISHED, "length", text, (token,), reported)
+        else:
+            sequence.pieces.append(text)
+            sequence.generation.emit(TokenDelta(text, (token,), reported))
+
+    # Ends
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        state: State,
+        reason: FinishReason,
+        text: str = "",
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> None:
+        text += sequence.text.finish()
+        sequence.pieces.append(text)
+        reply = Reply(
+            text="".join(sequence.pieces),
+            finish_reason=reason,
+            token_ids=tuple(sequence.answer),
+            usage=sequence.usage(),
+            images=sequence.image_uses(),
+            timings=sequence.timings(),
+            logprobs=tuple(sequence.logprobs),
+        )
+        self._end(sequence, state)
+        self._counts["prompt_tokens"] += reply.usage.prompt_tokens
+        self._counts["cached_tokens"] += reply.usage.cached_tokens
+        self._counts["completion_tokens"] += reply.usage.completion_tokens
+        sequence.generation.finish(TokenDelta(text, tokens, logprobs, reason), reply)
+
+    def _fail(self, sequence: Sequence, error: FeatcacheError) -> None:
+        self._end(sequence, State.FAILED)
+        sequence.generation.fail(error)
+
+    def _end(self, sequence: Sequence, state: State) -> None:
+        self._scheduler.remove(sequence)
+        sequence.to(state)
+        self._counts[state.value] += 1
+        with self._changed:
+            self._num_open -= 1
+
+    def _cancel_all(self) -> None:
+        self._take_encoded()
+        for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
+            self._fail(sequence, CancelledError("the engine was closed"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """What became of the images that one sequence wanted."""
+
+    sequence: Sequence
+    leases: dict[int, Lease]
+    error: FeatcacheError | None
+    event: torch.cuda.Event | None
+    seconds: float
+
+
+class _EncodingThread:
+    """Gets the features of images, for all sequences that wait for some, in one call."""
+
+    def __init__(self, encoder: VisionEncoder, device: torch.device, wake: Any) -> None:
+        self._encoder = encoder
+        self._wake = wake
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._changed = threading.Condition()  # guards all below
+        self._wanted: deque[tuple[Sequence, list[int]]] = deque()
+        self._done: deque[_Encoded] = deque()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="featcache-encode", daemon=True)
+        self._thread.start()
+
+    def want(self, wanted: Items[tuple[Sequence, list[int]]]) -> None:
+        if wanted:
+            with self._changed:
+                self._wanted.extend(wanted)
+                self._changed.notify_all()
+
+    def take(self) -> list[_Encoded]:
+        with self._changed:
+            done = list(self._done)
+            self._done.clear()
+        return done
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._wanted and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    return
+                wanted = list(self._wanted)
+                self._wanted.clear()
+            with torch.cuda.stream(self._stream):
+                done = self._encode(wanted)
+            with self._changed:
+                self._done.extend(done)
+            self._wake()
+
+    def _encode(self, wanted: Items[tuple[Sequence, list[int]]]) -> list[_Encoded]:
+        began = time.perf_counter()
+        refs = [sequence.prompt.images[image] for sequence, images in wanted for image in images]
+        try:
+            outcomes: list[Lease | FeatcacheError] = list(self._encoder.features(refs))
+        except Exception as exc:  # not of one image: of all
+            log.exception("engine: encoding failed")
+            outcomes = [_engine_error(exc)] * len(refs)
+        event = None if self._stream is None else self._stream.record_event()
+        seconds = time.perf_counter() - began
+        done = []
+        left = iter(outcomes)
+        for sequence, images in wanted:
+            leases: dict[int, Lease] = {}
+            error: FeatcacheError | None = None
+            for image in images:
+                outcome = next(left)
+                if isinstance(outcome, Lease):
+                    leases[image] = outcome
+                else:
+                    error = error or outcome
+            done.append(_Encoded(sequence, leases, error, event, seconds))
+        return done
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        for encoded in self.take():
+            for lease in encoded.leases.values():
+                lease.release()
+
+
+def _engine_error(exc: Exception) -> FeatcacheError:
+    if isinstance(exc, FeatcacheError):
+        return exc
+    if isinstance(exc, torch.OutOfMemoryError):
+        return RequestError("not enough memory for this request beside the others; try again later")
+    error = FeatcacheError(f"the engine failed on this request: {type(exc).__name__}")
+    error.__cause__ = exc
+    return error
+
+
+def _stop_ids(loaded: Loaded) -> frozenset[int]:
+    """The tokens at which the model itself ends an answer."""
+    eos = loaded.model.generation_config.eos_token_id
+    if eos is None:
+        eos = loaded.tokenizer.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
