@@ -1,4 +1,4 @@
-"""The device tier's book; it is the same on the CPU, where these tests run. bench/h200_store.py runs it on CUDA."""
+"""The device tier's book, which is the same on the CPU. bench/h200_store.py has the tests on CUDA."""
 
 from __future__ import annotations
 
