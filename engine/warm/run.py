@@ -43,11 +43,13 @@ def warm(
     An image that fails harms no other. When this returns, everything is stored; several runs over one store,
     in this process or others, share the work. The features are those that a chat would make.
 
-    Raises StoreError if the disk doesn't take what was made.
+    Raises StoreError if the disk doesn't take what was made, RequestError if the model doesn't understand the
+    settings' image options.
     """
     if isinstance(sources, (str, bytes, os.PathLike)) or not isinstance(sources, Iterable):
         sources = [sources]
     given = list(sources)
+    encoder.family.options_for(settings.images, 1)
     tally = Tally(on_failure)
     web = Web(encoder.limits)
     found = find(given, web, encoder.limits)
