@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from featcache.engine.engine import Generation, Reply, TokenDelta
 from featcache.engine.prompt import Prompt
 from featcache.errors import CancelledError, RequestError
 from featcache.server.auth import Caller
-from featcache.server.errors import api_error
+from featcache.server.errors import ApiError, api_error
 from featcache.server.grammar import Grammar
 from featcache.server.images import options_of
 from featcache.server.logs import REQUEST_ID
@@ -185,8 +186,8 @@ class Answer:
 
     def _sampling(self, index: int, hook: Grammar | None) -> dict[str, Any]:
         asked = self._asked
-        names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-        names += ("repetition_penalty", "ignore_eos")
+        names = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"]
+        names += ["repetition_penalty", "ignore_eos"]
         sampling = {name: getattr(asked, name) for name in names}
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         room = self._service.max_model_len - len(self._prompt.ids) if self._prompt else 0
@@ -201,6 +202,15 @@ class Answer:
             "logprobs": (asked.top_logprobs or 0) if asked.logprobs else None,
             "logits_hook": hook,
         }
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                yield
+        except TimeoutError as exc:
+            reason = f"not answered within {self._service.settings.request_timeout:g} s"
+            raise ApiError(504, reason, kind="server_error", code="timeout") from exc
 
     # Going on
 

@@ -87,7 +87,7 @@ def _held(service: Service, refs: list[ImageRef]) -> list[FeatureInfo]:
 
 def _failed(exc: Exception, ref: ImageRef | None = None) -> FeatureInfo:
     message = api_error(exc, REQUEST_ID.get()).message
-    return FeatureInfo(key=ref and ref.key.hex(), tier=None, layout=None, error=message)
+    return FeatureInfo(key=None if ref is None else ref.key.hex(), tier=None, layout=None, error=message)
 
 
 @router.get(

@@ -15,7 +15,11 @@ from featcache.server.protocol import FunctionDefinition
 
 _MAX_SCHEMA_BYTES = 256 << 10
 # One line, as models mostly write JSON: where white space is free, a weak model may go on with it for ever.
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
 class Grammars:

@@ -17,7 +17,11 @@ class JsonLines(logging.Formatter):
     """One JSON object a line; what was given as `extra` becomes its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        doc = {"time": _utc(record), "level": record.levelname.lower(), "logger": record.name}
+        doc: dict[str, object] = {
+            "time": _utc(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
         doc |= {"message": record.getMessage(), **_fields(record)}
         if record.exc_info:
             doc["exception"] = self.formatException(record.exc_info)

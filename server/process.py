@@ -61,7 +61,6 @@ def open_vlm(model: str, settings: ServerSettings) -> CachedVLM:
     from featcache.engine.engine import EngineSettings
     from featcache.engine.vlm import CachedVLM
 
-    limits = {"max_waiting": settings.max_waiting, "max_model_len": settings.max_model_len}
     return CachedVLM.from_pretrained(
         model,
         store=settings.store,
@@ -71,7 +70,7 @@ def open_vlm(model: str, settings: ServerSettings) -> CachedVLM:
         device=settings.device,
         dtype=settings.dtype,
         check=settings.check,
-        settings=EngineSettings(**limits),
+        settings=EngineSettings(max_waiting=settings.max_waiting, max_model_len=settings.max_model_len),
     )
 
 

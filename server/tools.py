@@ -31,7 +31,7 @@ class ToolCallReader:
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
         """(text that is surely no tool call, calls that are complete now)."""
         self._held += text
-        plain, found = "", []
+        plain, found = "", list[ToolCall]()
         while True:
             before, opened, rest = self._held.partition(_OPEN)
             if not opened:
