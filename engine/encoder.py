@@ -158,13 +158,13 @@ class VisionEncoder:
         """
         options = options or ImageOptions()
         if isinstance(source, ImageRef):
-            found = _Found(source.pixel_digest, source.source, source.image)
+            found = _Found(source.pixel_digest, source.source, source.prepared.image)
             return self._ref(name or source.name, found, options, source.namespace)
         name = name or describe(source)
         namespace = self.namespace if namespace is None else namespace
         content = read_source(source, self.limits, name)
         if isinstance(content, bytes):
-            return self._ref(name, self._find(content, name, namespace), options, namespace)
+            return self._identify_bytes(content, options, name, namespace)
         image = open_image(content, self.limits, name)
         return self._ref(name, _Found(digest_pixels(image), image, image), options, namespace)
 
@@ -179,19 +179,19 @@ class VisionEncoder:
         namespace = self.namespace if namespace is None else namespace
         return self._ref(name, _Found(pixel_digest, None, None), options or ImageOptions(), namespace)
 
-    def _find(self, data: bytes, name: str, namespace: str) -> _Found:
-        """The pixel digest of encoded bytes, from the alias table or, once, by decoding."""
+    def _identify_bytes(self, data: bytes, options: ImageOptions, name: str, namespace: str) -> ImageRef:
+        """By the pixel digest of encoded bytes: from the alias table or, once, by decoding them."""
         digest = source_digest(data)
         alias = alias_key("source", namespace, digest)
         if known := self.store.alias(alias):
-            return _Found(PixelDigest(known), data, None)
+            return self._ref(name, _Found(PixelDigest(known), data, None), options, namespace)
         with self._decoding[digest[0] % _LOCKS]:
             if known := self.store.alias(alias):
-                return _Found(PixelDigest(known), data, None)
+                return self._ref(name, _Found(PixelDigest(known), data, None), options, namespace)
             image = self._decode(data, name)
-            pixel_digest = digest_pixels(image)
-            self.store.put_alias(alias, pixel_digest)
-        return _Found(pixel_digest, data, image)
+            ref = self._ref(name, _Found(digest_pixels(image), data, image), options, namespace)
+            self.store.put_alias(alias, ref.pixel_digest)  # last: who finds it finds the decoded image too
+        return ref
 
     def _ref(self, name: str, found: _Found, options: ImageOptions, namespace: str) -> ImageRef:
         fingerprint = self._fingerprint
@@ -200,6 +200,8 @@ class VisionEncoder:
             prepared = self._prepared.get(key)
             if prepared is None:
                 prepared = self._prepared[key] = Prepared()
+            if found.image is not None and prepared.layout() is None:
+                prepared.image = found.image
         return ImageRef(
             name=name,
             namespace=namespace,
@@ -209,7 +211,6 @@ class VisionEncoder:
             options=options,
             source=found.source,
             prepared=prepared,
-            image=found.image,
         )
 
     def _decode(self, data: bytes, name: str) -> Image.Image:
@@ -233,15 +234,13 @@ class VisionEncoder:
         return ref.prepared.pixels(lambda: self._preprocess(ref))
 
     def _preprocess(self, ref: ImageRef) -> Pixels:
-        image = ref.image
+        image = ref.prepared.image
         if image is None:
             if ref.source is None:
                 raise ImageError(ref.name, "its features aren't held any more; send the image itself")
             image = ref.source if isinstance(ref.source, Image.Image) else self._decode(ref.source, ref.name)
         self._count("preprocessed")
-        pixels = self.family.preprocess(image, ref.options, ref.name)
-        ref.image = None
-        return pixels
+        return self.family.preprocess(image, ref.options, ref.name)
 
     # Its features
 
@@ -261,7 +260,7 @@ class VisionEncoder:
         )
         for i, outcome in enumerate(outcomes):
             if isinstance(outcome, Lease):
-                refs[i].image = None
+                refs[i].prepared.let_go()
                 self._count(f"tier_{outcome.tier}")
                 if self._is_sampled(outcome):
                     outcomes[i] = self._checked(refs[i], outcome)

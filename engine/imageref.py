@@ -13,11 +13,15 @@ from featcache.keys import EncoderFingerprint, FeatureKey, PixelDigest
 
 
 class Prepared:
-    """The pixels of one missed image, made once for all requests that ask for it, and let go when encoded."""
+    """What was made of one image on its way to the tower, once for all requests that ask for it.
 
-    __slots__ = ("__weakref__", "_layout", "_lock", "_pixels")
+    image: canonical pixels, if it had to be decoded to be identified. All is let go when it is encoded.
+    """
+
+    __slots__ = ("__weakref__", "_layout", "_lock", "_pixels", "image")
 
     def __init__(self) -> None:
+        self.image: Image.Image | None = None
         self._lock = threading.Lock()  # held while preprocessing: the others wait for the one result
         self._pixels: Pixels | None = None
         self._layout: Layout | None = None
@@ -27,13 +31,14 @@ class Prepared:
             if self._pixels is None:
                 self._pixels = make()
                 self._layout = self._pixels.layout
+                self.image = None
             return self._pixels
 
     def layout(self) -> Layout | None:
         return self._layout
 
     def let_go(self) -> None:
-        self._pixels = None
+        self._pixels = self.image = None
 
 
 class ImageRef:
@@ -45,7 +50,7 @@ class ImageRef:
     """
 
     __slots__ = (
-        *("fingerprint", "image", "key", "layout", "name", "namespace", "options"),
+        *("fingerprint", "key", "layout", "name", "namespace", "options"),
         *("pixel_digest", "prepared", "source"),
     )
 
@@ -60,7 +65,6 @@ class ImageRef:
         options: ImageOptions,
         source: bytes | Image.Image | None,
         prepared: Prepared,
-        image: Image.Image | None,
     ) -> None:
         self.name = name
         self.namespace = namespace
@@ -70,7 +74,6 @@ class ImageRef:
         self.options = options
         self.source = source
         self.prepared = prepared
-        self.image = image  # canonical pixels, if they had to be decoded to be identified
         self.layout: Layout | None = None
 
     def __repr__(self) -> str:

@@ -45,4 +45,5 @@ class TiledFamily(Family):
     def split(self, output: Any, batch: Sequence[Pixels]) -> list[dict[str, torch.Tensor]]:
         rows = output.pooler_output
         flat = rows.flatten(0, 1) if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
-        return [{"rows": part} for part in flat.split([pixels.layout.num_tokens for pixels in batch])]
+        counts = [pixels.layout.num_tokens for pixels in batch]
+        return [{"rows": part} for part in torch.split(flat, counts)]
