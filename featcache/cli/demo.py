@@ -66,8 +66,8 @@ def demo(
 ) -> None:
     """Ask the bundled model about pictures it has never seen, with a restart in between.
 
-    Beside each answer: where the pictures' features came from, how much of the prompt was reused, and the time
-    to the first token with the cache and without it.
+    Beside each answer: where the pictures' features came from, how much of the prompt was reused, and how
+    long the first token took with the cache and without it.
     """
     if go_on is not None:
         _second_half(go_on)
@@ -158,9 +158,12 @@ def _models(store: Path) -> Iterator[tuple[CachedVLM, CachedVLM]]:
     from featcache.store import FeatureStore
 
     began = time.perf_counter()
+    import torch
+
     nothing = EngineSettings(prefix_cache=False)
+    dtype = "auto" if torch.cuda.is_available() else "float32"  # bf16 on a CPU is slower, and less exact
     with (
-        CachedVLM.from_pretrained("tiny", store=store) as cached,
+        CachedVLM.from_pretrained("tiny", store=store, dtype=dtype) as cached,
         FeatureStore.open(None, host_bytes=0) as no_store,
         CachedVLM.from_pretrained(cached.loaded, store=no_store, settings=nothing) as plain,
     ):
