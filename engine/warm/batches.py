@@ -34,6 +34,7 @@ class Ready:
         self._bytes = 0
         self._cost = 0
         self._blocked = 0
+        self._hastened = False
         self._ended = False
         self._discarded = False
         self._since = 0.0  # when the oldest batch-to-be began to wait
@@ -55,6 +56,12 @@ class Ready:
             self._cost += image.cost
             self._changed.notify_all()
         return True
+
+    def hasten(self) -> None:
+        """Few more will come: what waits is not to wait for company any longer."""
+        with self._changed:
+            self._hastened = True
+            self._changed.notify_all()
 
     def end(self) -> None:
         """Nothing more will be put."""
@@ -82,8 +89,8 @@ class Ready:
         with self._changed:
             while True:
                 now = time.monotonic()
-                late = now >= self._since + patience_s
-                if self._waiting and (late or self._ended or self._is_enough(max_cost, max_images)):
+                late = self._ended or self._hastened or now >= self._since + patience_s
+                if self._waiting and (late or self._is_enough(max_cost, max_images)):
                     return self._batch(max_cost, max_images)
                 if self._discarded or (self._ended and not self._waiting):
                     return None

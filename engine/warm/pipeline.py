@@ -27,7 +27,7 @@ from featcache.engine.warm.batches import Prepared, Ready
 from featcache.engine.warm.inbox import Inbox
 from featcache.engine.warm.items import Content, Found, PassedOver, SourceItem, Unreadable
 from featcache.engine.warm.report import Failure, Progress, Stopped, Tally
-from featcache.errors import ConfigError, FeatcacheError, StoreError
+from featcache.errors import ConfigError, FeatcacheError, ModelError, StoreError
 from featcache.keys import PixelDigest, alias_key, source_digest
 from featcache.lease import Lease
 from featcache.tiers.claims import Claim, Claims
@@ -182,8 +182,12 @@ class Pipeline:
     def _next(self) -> _Task | None:
         with self._lock:
             many = len(self._deferred) >= DEFERRED_ITEMS or self._deferred_bytes >= DEFERRED_BYTES
-        item = None if many else self._inbox.get()
-        return self._next_deferred() if item is None else _Task(item)
+        if not many:
+            if (item := self._inbox.get()) is not None:
+                return _Task(item)
+            if self._deferred:
+                self._ready.hasten()
+        return self._next_deferred()
 
     def _next_deferred(self) -> _Task | None:
         """One that another run has finished or given up, as soon as there is one; None if none is left."""
@@ -334,6 +338,9 @@ class Pipeline:
         self._tally.count("tower_calls")
         for image, outcome in zip(batch, outcomes, strict=True):
             if not isinstance(outcome, Lease):
+                if isinstance(outcome, StoreError) and outcome.__cause__ is not None:
+                    # not this image's fault: the next would fare no better
+                    raise ModelError(f"the vision tower failed: {outcome.__cause__!r}") from outcome.__cause__
                 self._give_up(image.item, image.ref, outcome)
                 continue
             if outcome.tier == "encoded":

@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from featcache.engine.encoder import VisionEncoder
@@ -15,6 +15,7 @@ from featcache.engine.warm.pipeline import Pipeline, WarmSettings
 from featcache.engine.warm.report import Failure, Progress, Tally, WarmReport
 from featcache.engine.warm.sources import Source, count_files, find, shuffled
 from featcache.engine.warm.web import Web
+from featcache.errors import StoreError
 from featcache.store import FeatureStore
 from featcache.tiers.claims import Claims
 
@@ -43,8 +44,8 @@ def warm(
     An image that fails harms no other. When this returns, everything is stored; several runs over one store,
     in this process or others, share the work. The features are those that a chat would make.
 
-    Raises StoreError if the disk doesn't take what was made, RequestError if the model doesn't understand the
-    settings' image options.
+    Raises StoreError if the disk doesn't take what was made, ModelError if the tower fails, and RequestError
+    if the model doesn't understand the settings' image options.
     """
     if isinstance(sources, (str, bytes, os.PathLike)) or not isinstance(sources, Iterable):
         sources = [sources]
@@ -70,9 +71,12 @@ def warm(
             )
             try:
                 stopped = pipeline.run(found, progress)
-            finally:
-                with tally.stage("flush"):
+            except BaseException:
+                with suppress(StoreError):  # the first error is the one to tell
                     encoder.store.flush()
+                raise
+            with tally.stage("flush"):
+                encoder.store.flush()
     finally:
         web.close()
     tally.count("not_kept", kept.lost())

@@ -21,6 +21,7 @@ from featcache.cli.output import complain, print_facts, print_json
 from featcache.sizes import format_size
 
 if TYPE_CHECKING:
+    from featcache.engine.warm.items import PassedOver
     from featcache.engine.warm.job import Job, Listeners
     from featcache.engine.warm.report import Failure, WarmReport
     from featcache.engine.warm.survey import Survey
