@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from featcache.engine.engine import Generation, Reply, TokenDelta
 from featcache.engine.prompt import Prompt
@@ -42,6 +45,9 @@ from featcache.server.protocol import (
 from featcache.server.service import Service
 from featcache.server.tools import ToolCallReader
 
+_RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
+    "messages"
+}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -126,7 +132,7 @@ class Answer:
                 options,
                 json.dumps([self._caller.features, self._asked.cache_salt]),
                 tools,
-                self._asked.chat_template_kwargs,
+                _template_kwargs(self._asked.chat_template_kwargs),
             )
             self._timings["prompt"] = time.perf_counter() - self._received - self._timings["images"]
             self._start(grammar)
@@ -393,6 +399,14 @@ def _template_message(message: Message, index: int, has_tools: bool) -> dict[str
             f"messages[{index}].role: this model's chat template has no place for tool results"
         )
     return doc
+
+
+def _template_kwargs(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Variables for the chat template. Raises RequestError for one that would mean something else."""
+    for name, value in (given or {}).items():
+        if name in _RESERVED or not isinstance(value, (str, int, float, bool, type(None))):
+            raise RequestError(f"chat_template_kwargs.{name[:50]}: it can't be given to a template")
+    return given
 
 
 def _logprobs(delta: TokenDelta, decode: Callable[[int], bytes]) -> list[TokenLogprob]:

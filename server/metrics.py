@@ -118,17 +118,26 @@ def tiers(store: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for name in ("device", "host", "disk"):
         if (stats := store[name]) is not None:
-            used = stats["file_bytes"] if name == "disk" else stats["used_bytes"]
-            same = {field: stats[field] for field in ("max_bytes", "entries", "hits")}
-            found.append({"name": name, "used_bytes": used, **same, "evictions": stats["evicted"]})
+            is_disk = name == "disk"
+            found.append(
+                {
+                    "name": name,
+                    "used_bytes": stats["file_bytes" if is_disk else "used_bytes"],
+                    "max_bytes": stats["max_bytes"],
+                    "entries": stats["entries" if is_disk else "num_entries"],
+                    "hits": store[f"hits_{name}"],
+                    "evictions": stats["evicted"],
+                }
+            )
     return found
 
 
 def _store(store: Mapping[str, Any]) -> Iterator[Metric]:
     yield _count("featcache_misses", "Look-ups that no tier could answer.", store["misses"])
-    yield _count("featcache_uncached", "Features that no tier had room for.", store["uncached"])
+    yield _count("featcache_no_room", "Features that the host tier had no room for.", store["no_room"])
+    yield _count("featcache_unwritten", "Features that didn't reach the disk.", store["unwritten"])
     yield GaugeMetricFamily(
-        "featcache_in_transit_bytes", "Being copied to the host.", store["in_transit_bytes"]
+        "featcache_backlog_bytes", "Bytes on their way to the host.", store["backlog_bytes"]
     )
     if (disk := store["disk"]) is not None:
         yield _count("featcache_quarantined", "Damaged records put aside.", disk["quarantined"])

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,7 +39,8 @@ class Browser:
         )
         self._numbers = itertools.count(1)
         self.problems: list[str] = []
-        self._socket = connect(self._address(), max_size=None, compression=None)
+        self._stack = ExitStack()
+        self._socket = self._stack.enter_context(connect(self._address(), max_size=None, compression=None))
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._session = session
@@ -98,9 +100,10 @@ class Browser:
         return answer["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 20) -> Any:
-        """The first true value of an expression."""
+        """The first true value of an expression, which may fail until then."""
         deadline = time.monotonic() + seconds
-        while not (value := self.run(script)):
+        patient = f"(() => {{ try {{ return {script} }} catch {{ return null }} }})()"
+        while not (value := self.run(patient)):
             assert time.monotonic() < deadline, f"never true: {script}"
             time.sleep(0.05)
         return value
@@ -128,7 +131,7 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._socket.close()
+        self._stack.close()
         self._process.terminate()
         self._process.wait(20)
         self._folder.cleanup()
