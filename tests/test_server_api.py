@@ -28,6 +28,7 @@ from featcache.engine.vlm import CachedVLM
 
 ALICE, BOB, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("sk-alice", "sk-bob", "root"))
 CHAT = "/v1/chat/completions"
+HTTP = httpx.Client(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def post(
 ) -> httpx.Response:
     content = body if isinstance(body, (bytes, str)) else json.dumps(body)
     headers = {"Content-Type": "application/json", **(headers or {})}
-    return httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+    return HTTP.post(server.url + path, content=content, headers=headers)
 
 
 def good(**more: Any) -> dict[str, Any]:
@@ -201,11 +202,11 @@ def test_malformed_requests_are_refused_before_a_stream_begins(server: ChatServe
 
 
 def test_other_paths_methods_and_types(server: ChatServer) -> None:
-    assert httpx.get(f"{server.url}/v2/nothing").json()["error"]["type"] == "invalid_request_error"
-    assert httpx.get(server.url + CHAT).status_code == 405
-    assert httpx.get(server.url + CHAT).headers["allow"] == "POST"
+    assert HTTP.get(f"{server.url}/v2/nothing").json()["error"]["type"] == "invalid_request_error"
+    assert HTTP.get(server.url + CHAT).status_code == 405
+    assert HTTP.get(server.url + CHAT).headers["allow"] == "POST"
     assert post(server, good(), headers={"Content-Type": "text/plain"}).status_code == 415
-    assert httpx.get(f"{server.url}/cache/stats?recent=maybe").status_code == 400
+    assert HTTP.get(f"{server.url}/cache/stats?recent=maybe").status_code == 400
     with socket.create_connection(("127.0.0.1", server.port)) as raw:  # a length that lies
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n{{".encode())
         assert raw.recv(4096).startswith(b"HTTP/1.1 413")
@@ -221,17 +222,17 @@ def test_images_of_strange_shapes_get_an_answer_or_a_reason(server: ChatServer) 
 
 
 def test_models_health_and_readiness(server: ChatServer) -> None:
-    (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    (model,) = HTTP.get(f"{server.url}/v1/models").json()["data"]
     assert model["id"] == "tiny" and model["max_model_len"] == server.service.max_model_len
-    assert httpx.get(f"{server.url}/v1/models/tiny").json() == model
-    assert httpx.get(f"{server.url}/v1/models/other").status_code == 404
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{server.url}/ready").json()["model"] == "tiny"
+    assert HTTP.get(f"{server.url}/v1/models/tiny").json() == model
+    assert HTTP.get(f"{server.url}/v1/models/other").status_code == 404
+    assert HTTP.get(f"{server.url}/health").json() == {"status": "ok"}
+    assert HTTP.get(f"{server.url}/ready").json()["model"] == "tiny"
 
 
 def test_metrics_count_what_happened(server: ChatServer) -> None:
     def metrics() -> dict[str, float]:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = HTTP.get(f"{server.url}/metrics").text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
@@ -269,16 +270,16 @@ def test_features_can_be_looked_up_warmed_and_taken_away(server: ChatServer) -> 
     found = post(server, asked, "/v1/features").json()["data"]
     assert found[0] == found[1] and found[0]["tier"] is None and found[0]["layout"] is None
     assert found[2]["key"] is None and found[2]["error"].startswith("images[2]")
-    assert httpx.get(f"{server.url}/v1/features/{found[0]['key']}").status_code == 404
+    assert HTTP.get(f"{server.url}/v1/features/{found[0]['key']}").status_code == 404
     warmed = post(server, {**asked, "warm": True}, "/v1/features").json()["data"]
     assert warmed[0]["tier"] == "encoded" and warmed[0]["layout"]["num_tokens"] > 0
     assert warmed[0]["key"] == found[0]["key"] and warmed[2]["error"]
-    record = httpx.get(f"{server.url}/v1/features/{found[0]['key']}")
+    record = HTTP.get(f"{server.url}/v1/features/{found[0]['key']}")
     assert load(record.content)["rows"].shape[0] == warmed[0]["layout"]["num_tokens"]
     answer = post(server, good(messages=[user("now", picture)])).json()
     assert answer["featcache"]["images"][0]["tier"] == "host"
     assert answer["featcache"]["images"][0]["key"] == found[0]["key"]
-    assert httpx.get(f"{server.url}/v1/features/zz").status_code == 404
+    assert HTTP.get(f"{server.url}/v1/features/zz").status_code == 404
     assert post(server, {"images": []}, "/v1/features").status_code == 400
 
 
@@ -293,11 +294,11 @@ def test_without_a_key_nothing_is_told(tenants: ChatServer) -> None:
         ("GET", "/cache/stats"),
     ):
         for headers in ({}, {"Authorization": "Bearer wrong"}):
-            answer = httpx.request(method, tenants.url + path, headers=headers)
+            answer = HTTP.request(method, tenants.url + path, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["www-authenticate"] == "Bearer"
     assert (
-        httpx.get(f"{tenants.url}/health").status_code == httpx.get(f"{tenants.url}/ready").status_code == 200
+        HTTP.get(f"{tenants.url}/health").status_code == HTTP.get(f"{tenants.url}/ready").status_code == 200
     )
 
 
@@ -316,11 +317,11 @@ def test_tenants_share_neither_images_nor_names_nor_prefixes(tenants: ChatServer
     assert post(tenants, by_name, headers=BOB).status_code == 400
     key = alice["featcache"]["images"][0]["key"]
     statuses = [
-        httpx.get(f"{tenants.url}/v1/features/{key}", headers=h).status_code for h in (ALICE, BOB, ADMIN)
+        HTTP.get(f"{tenants.url}/v1/features/{key}", headers=h).status_code for h in (ALICE, BOB, ADMIN)
     ]
     assert statuses == [200, 404, 200]
     stats = [
-        httpx.get(f"{tenants.url}/cache/stats?recent=true", headers=headers).json()["recent"]
+        HTTP.get(f"{tenants.url}/cache/stats?recent=true", headers=headers).json()["recent"]
         for headers in (ALICE, BOB, ADMIN)
     ]
     assert {image["key"] for image in stats[0]} & {image["key"] for image in stats[1]} == set()
@@ -333,10 +334,10 @@ def test_only_the_administrator_deletes(tenants: ChatServer) -> None:
     key = post(tenants, asked, headers=ALICE).json()["featcache"]["images"][0]["key"]
     paths = [f"/v1/features/{key}", "/v1/namespaces/alice", "/v1/prefix-cache"]
     for path in paths:
-        assert httpx.delete(tenants.url + path, headers=ALICE).status_code == 403
+        assert HTTP.delete(tenants.url + path, headers=ALICE).status_code == 403
     for path in paths:
-        assert httpx.delete(tenants.url + path, headers=ADMIN).json()["deleted"] >= (path != paths[2])
-    assert httpx.delete(f"{tenants.url}/v1/namespaces/carol", headers=ADMIN).status_code == 404
+        assert HTTP.delete(tenants.url + path, headers=ADMIN).json()["deleted"] >= (path != paths[2])
+    assert HTTP.delete(f"{tenants.url}/v1/namespaces/carol", headers=ADMIN).status_code == 404
     again = post(tenants, asked, headers=ALICE).json()
     assert again["featcache"]["images"][0]["tier"] == "encoded"
     assert again["featcache"]["images"][0]["key"] != key  # the namespace begins anew
@@ -345,9 +346,9 @@ def test_only_the_administrator_deletes(tenants: ChatServer) -> None:
 
 def test_browsers_of_allowed_origins_only(tenants: ChatServer) -> None:
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    allowed = httpx.options(tenants.url + CHAT, headers={"Origin": "https://ui.example", **ask})
+    allowed = HTTP.options(tenants.url + CHAT, headers={"Origin": "https://ui.example", **ask})
     assert allowed.headers["access-control-allow-origin"] == "https://ui.example"
-    other = httpx.options(tenants.url + CHAT, headers={"Origin": "https://evil.example", **ask})
+    other = HTTP.options(tenants.url + CHAT, headers={"Origin": "https://evil.example", **ask})
     assert "access-control-allow-origin" not in other.headers
 
 
@@ -359,15 +360,15 @@ def test_a_full_queue_says_when_to_come_back(loaded: Loaded, tmp_path: Path) -> 
     with ChatServer(open_vlm) as server:
         engine = server.service.vlm.engine
         long = {"messages": [user("go on")], "max_tokens": 3000, "ignore_eos": True, "stream": True, "n": 2}
-        with httpx.stream("POST", server.url + CHAT, json=long, timeout=60) as stream:
+        with HTTP.stream("POST", server.url + CHAT, json=long, timeout=60) as stream:
             assert stream.status_code == 200
-            refused = httpx.post(server.url + CHAT, json={"messages": [user("me too")]})
+            refused = HTTP.post(server.url + CHAT, json={"messages": [user("me too")]})
             assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["code"] == "queue_full"
         while engine.stats()["running"]:
             pass
         assert (
-            httpx.post(server.url + CHAT, json={"messages": [user("x")], "max_tokens": 1}).status_code == 200
+            HTTP.post(server.url + CHAT, json={"messages": [user("x")], "max_tokens": 1}).status_code == 200
         )
 
 
@@ -424,9 +425,8 @@ def test_the_status_page_on_a_phone_and_by_keyboard(tenants: ChatServer, tmp_pat
         browser.press("Enter")
         browser.wait_for("!document.getElementById('shown').hidden")
         post(tenants, good(messages=[user("see", data_uri(png((250, 120, 0), (60, 40))))]), headers=ALICE)
-        browser.wait_for("document.querySelectorAll('#recent img').length > 0")
         newest = "document.querySelector('#recent li')"
-        assert browser.run(f"{newest}.querySelector('img').alt") == "image of 60 by 40 pixels"
+        browser.wait_for(f"{newest}.querySelector('img').alt === 'image of 60 by 40 pixels'")
         assert browser.run(f"{newest}.querySelector('img').naturalWidth") == 60
         assert "encoded now" in browser.run(f"{newest}.textContent")
         assert browser.run("document.querySelectorAll('[role=meter]').length") == 2
