@@ -221,13 +221,19 @@ class VisionEncoder:
 
     def layout(self, ref: ImageRef) -> Layout:
         """Token count and grid of an image. Raises ImageError if it isn't held and can't be encoded."""
+        return self._held_layout(ref) or self.prepare(ref).layout
+
+    def _held_layout(self, ref: ImageRef) -> Layout | None:
         if ref.layout is None:
-            ref.layout = ref.prepared.layout() or self.store.layout(ref.key) or self.prepare(ref).layout
+            ref.layout = ref.prepared.layout() or self.store.layout(ref.key)
         return ref.layout
 
     def layouts(self, refs: Sequence[ImageRef]) -> list[Layout]:
         """As `layout`, for several images; those that have to be preprocessed are so in parallel."""
-        return list(self._pool.map(self.layout, refs)) if len(refs) > 1 else [self.layout(r) for r in refs]
+        missing = [ref for ref in refs if self._held_layout(ref) is None]
+        if len(missing) > 1:
+            list(self._pool.map(self.prepare, missing))
+        return [self.layout(ref) for ref in refs]
 
     def prepare(self, ref: ImageRef) -> Pixels:
         """Preprocess an image now; the pixels are kept until it is encoded. Raises ImageError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from featcache.engine.encoder import VisionEncoder
-from featcache.engine.families.base import Family, ImageOptions
+from featcache.engine.families.base import ImageOptions
 from featcache.engine.imageref import ImageRef
 from featcache.engine.loading import Loaded
 from featcache.engine.messages import OWN_SOURCES, Message, SourceRules, read_messages
@@ -85,18 +86,37 @@ def build_prompt(
         variables=template_kwargs,
     )
     layouts = tuple(encoder.layouts(images))
-    ids = loaded.template.encode(_expanded(loaded.family, text, layouts))
-    runs = image_runs(np.asarray(ids), loaded.family.image_token_id, layouts)
-    positions, delta = loaded.family.positions(torch.tensor(ids), layouts)
-    return Prompt(ids, images, layouts, runs, positions, delta, encoder.namespace if salt is None else salt)
+    ids = _encoded(loaded, text, layouts)
+    runs = image_runs(ids, loaded.family.image_token_id, layouts)
+    positions, delta = loaded.family.positions(torch.from_numpy(ids), layouts)
+    salt = encoder.namespace if salt is None else salt
+    return Prompt(ids.tolist(), images, layouts, runs, positions, delta, salt)
 
 
-def _expanded(family: Family, text: str, layouts: Sequence[Layout]) -> str:
+def _encoded(loaded: Loaded, text: str, layouts: Sequence[Layout]) -> NDArray[np.int64]:
+    """The ids of `text` with the images in their places.
+
+    Each row of equal image tokens is tokenized as one token and multiplied afterwards: the tokenizer would
+    spend more time on them than on all text. Added tokens stand for themselves, so that nothing else changes.
+    """
+    family = loaded.family
+    row = re.compile(f"(?:{re.escape(family.image_token)})+")
+    counts: list[int] = []
+
+    def one(match: re.Match[str]) -> str:
+        counts.append(len(match[0]) // len(family.image_token))
+        return family.image_token
+
     first, *others = text.split(family.placeholder)
-    assert len(others) == len(layouts)
-    return first + "".join(
-        family.replacement(layout) + other for layout, other in zip(layouts, others, strict=True)
-    )
+    places = [row.sub(one, family.replacement(layout)) for layout in layouts]
+    text = first + "".join(place + other for place, other in zip(places, others, strict=True))
+    ids = np.asarray(loaded.template.encode(text), dtype=np.int64)
+    is_image = ids == family.image_token_id
+    if int(is_image.sum()) != len(counts):
+        raise ModelError(f"{int(is_image.sum())} image tokens came out of {len(counts)}: not an added token?")
+    repeats = np.ones(len(ids), dtype=np.int64)
+    repeats[is_image] = counts
+    return np.repeat(ids, repeats)
 
 
 def image_runs(

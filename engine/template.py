@@ -51,17 +51,12 @@ class ChatTemplate:
         self._special = _positions_of(special)
         self._control = _positions_of(special | written)
         self._cut = f"\ue000{secrets.token_hex(12)}\ue001"  # unguessable, so that no message can hold it
-
-    @cached_property
-    def _backend(self) -> tuple[Tokenizer, int]:
-        """A tokenizer that knows the marker as a token of its own, and the marker's id."""
-        backend = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
-        backend.no_truncation()
-        backend.no_padding()
-        backend.add_special_tokens([AddedToken(self._cut, special=True, normalized=False)])
-        cut = backend.token_to_id(self._cut)
-        assert cut is not None
-        return backend, cut
+        # a tokenizer of our own, which knows the marker as a token
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.add_special_tokens([AddedToken(self._cut, special=True, normalized=False)])
+        self._cut_id = self._backend.token_to_id(self._cut)
 
     def render(
         self,
@@ -89,12 +84,11 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text, without the markers."""
-        backend, cut = self._backend
         bos = self._tokenizer.bos_token
         # as processors do: a template that writes the first token itself gets no second one
         add_special_tokens = bos is None or not text.startswith(bos)
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return [token for token in ids if token != cut] if self._cut in text else ids
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return [token for token in ids if token != self._cut_id] if self._cut in text else ids
 
     def _rendered(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         try:

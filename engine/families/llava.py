@@ -14,6 +14,7 @@ from featcache.engine.families.tiles import TiledFamily
 from featcache.errors import ModelError
 from featcache.features import Layout
 
+_COMPANION = Image.new("RGB", (1, 1))  # what the other picture is doesn't matter
 _SQUARE_TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
@@ -46,7 +47,7 @@ class LlavaOnevision(Family):
         return replace(options, companions="several") if num_images > 1 else options
 
     def structure(self, image: Image.Image, options: ImageOptions) -> Any:
-        return [[image, image]] if options.companions else [[image]]  # whatever the other picture is
+        return [[image, _COMPANION]] if options.companions else [[image]]
 
     def pixels(self, inputs: Any, image: Image.Image, options: ImageOptions) -> Pixels:
         tiles = inputs["pixel_values"][0]
