@@ -65,7 +65,9 @@ class Stack:
         # A device's features reach the disk by way of the host tier: those that wait must leave room there.
         self.backlog = Backlog(queue_bytes if device is None else min(queue_bytes, host.max_bytes // 2))
         self._copies = open_copies(device)
+        self._counts = counts
         self._count = counts.add
+        self._told_failed_writes = 0
         self._loading = [threading.Lock() for _ in range(_LOADERS)]  # by key: one thread reads it from disk
 
     # The path of a hit
@@ -278,12 +280,17 @@ class Stack:
         nbytes = entry.header.data_bytes
 
         def on_done(stored: bool) -> None:
+            if not stored:
+                self._count("failed_writes")
             let_go(entry)
             self.backlog.leave(nbytes)
 
         assert self.writer is not None
+        if self._is_on_disk(entry.key):
+            on_done(True)
+            return
         try:
-            is_taken = not self._is_on_disk(entry.key) and self.writer.submit(entry.header, pieces, on_done)
+            is_taken = self.writer.submit(entry.header, pieces, on_done)
         except StoreClosedError:
             is_taken = False
         if not is_taken:
@@ -334,6 +341,10 @@ class Stack:
             raise StoreError(f"copies to the host were not done after {timeout_s} s")
         if self.writer is not None:
             self.writer.flush(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        failed = self._counts.read()["failed_writes"]
+        told, self._told_failed_writes = self._told_failed_writes, failed
+        if failed > told:
+            raise StoreError(f"{failed - told} records could not be written to disk; they are in memory only")
 
     def disk_stats(self) -> DiskStats | None:
         """None without a disk tier, or if it can't be read just now."""

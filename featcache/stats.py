@@ -22,6 +22,7 @@ COUNTERS = (
     "no_room",  # features that the host tier had no room for
     "unwritten",  # features that were not written to disk because too many waited for it
     "failed_copies",
+    "failed_writes",  # features that the disk tier did not take: full, gone, read-only, or larger than it
     "rejected",  # records that weren't what their key says, and were taken for misses
 )
 

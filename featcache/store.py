@@ -300,7 +300,12 @@ class FeatureStore:
         return self._stack.delete(key)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until all that was put before is committed and synced. StoreError if that takes longer."""
+        """Wait until all that was put before is committed and synced.
+
+        Raises StoreError if that takes longer, or if records could not be written since the last flush. What
+        a put without `wait` has kept in memory only, because too much waited for the disk, is counted in
+        `stats().counts["unwritten"]` instead.
+        """
         self._require_open()
         self._stack.flush(timeout_s)
 
