@@ -191,7 +191,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._has_news or self._scheduler.running):
+                while not (self._has_news or self._scheduler.has_work):
                     self._changed.wait()
                 self._has_news = False
                 is_last = self._closing

@@ -94,6 +94,7 @@ class ModelRunner:
 def _positions(part: Part) -> torch.Tensor:
     """(axes, new) of a part: the prompt's own, and counted on behind it."""
     prompt, stop = part.sequence.prompt, part.start + part.new
-    inside = prompt.positions[:, part.start : min(stop, len(prompt.ids))]
-    behind = torch.arange(max(part.start, len(prompt.ids)), stop) + prompt.delta
+    end = len(prompt.ids)
+    inside = prompt.positions[:, part.start : min(stop, end)]
+    behind = torch.arange(max(part.start, end), max(stop, end)) + prompt.delta
     return torch.cat([inside, behind.expand(inside.shape[0], -1)], dim=1)

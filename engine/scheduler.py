@@ -47,12 +47,22 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
+    @property
+    def _next(self) -> list[Sequence]:
+        """Those of the waiting that are prepared ahead."""
+        return self.waiting[: 2 * self._max_running]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something, without any news."""
+        return bool(self.running) or any(s.state is not State.ENCODING for s in self._next)
+
     # Which images are wanted
 
     def prepare(self) -> list[tuple[Sequence, list[int]]]:
         """Move on those that wait; returns sequences that want features, with the images' numbers."""
         wanted = []
-        for sequence in self.waiting[: 2 * self._max_running]:
+        for sequence in self._next:
             if sequence.state is State.WAITING:
                 held = self._hold_prefix(sequence)
                 self.blocks.release(held)
