@@ -21,6 +21,8 @@ import torch
 import transformers as tf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+torch.set_num_threads(1)  # models this small are slower on two
+
 CORPUS = (
     "the quick brown fox describe this image please what is in the picture a cat sitting on the mat and how "
     "many red circles are there in the left one compare both which is larger yes no two three\n"
