@@ -20,10 +20,10 @@ from starlette.requests import Request
 from featcache import __version__
 from featcache.engine.vlm import CachedVLM
 from featcache.errors import FeatcacheError
-from featcache.server import admin, chat, features, status
 from featcache.server.errors import ApiError, path_of
 from featcache.server.http import Envelope, error_response
 from featcache.server.protocol import ChatRequest, FeaturesRequest
+from featcache.server.routes import admin, chat, features, status
 from featcache.server.service import Service, keys_of
 from featcache.server.settings import ServerSettings
 

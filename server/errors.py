@@ -19,7 +19,7 @@ from featcache.errors import (
     QueueFullError,
     RequestError,
 )
-from featcache.server.media import MediaError
+from featcache.server.media.fetcher import MediaError
 
 _FIELD = re.compile(r"([a-z_]\w*(?:\[\d+\]|\.\w+)*)(?=[:\s]|$)")
 _PATH = re.compile(r"(?<![\w:/.])/(?:[\w.+@-]+/)+[\w.+@-]*")

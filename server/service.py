@@ -15,18 +15,18 @@ from featcache.engine.families.base import ImageOptions
 from featcache.engine.prompt import Prompt, build_prompt
 from featcache.engine.sampling import SamplingParams
 from featcache.engine.vlm import CachedVLM
-from featcache.server.addresses import CheckedNetwork, is_public
+from featcache.server.answers.grammar import Grammars
+from featcache.server.answers.tools import understands_tools
 from featcache.server.auth import Caller, Keys, read_keys
 from featcache.server.errors import ApiError
-from featcache.server.grammar import Grammars
-from featcache.server.images import ImageReader
-from featcache.server.media import MediaFetcher, MediaRules
+from featcache.server.media.addresses import CheckedNetwork, is_public
+from featcache.server.media.fetcher import MediaFetcher, MediaRules
+from featcache.server.media.images import ImageReader
+from featcache.server.media.urls import UrlMemory
 from featcache.server.metrics import Metrics
 from featcache.server.namespaces import Namespaces
 from featcache.server.recent import RecentImages, Savings
 from featcache.server.settings import ServerSettings
-from featcache.server.tools import understands_tools
-from featcache.server.urls import UrlMemory
 
 LOG = logging.getLogger("featcache.server")
 

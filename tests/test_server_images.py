@@ -19,11 +19,11 @@ from featcache.engine.imageref import ImageRef
 from featcache.engine.loading import Loaded, load_model
 from featcache.errors import FeatcacheError, RequestError
 from featcache.lease import Lease
-from featcache.server.addresses import CheckedNetwork
 from featcache.server.auth import Caller
-from featcache.server.images import ImageReader
-from featcache.server.media import MediaFetcher, MediaRules
-from featcache.server.urls import UrlMemory
+from featcache.server.media.addresses import CheckedNetwork
+from featcache.server.media.fetcher import MediaFetcher, MediaRules
+from featcache.server.media.images import ImageReader
+from featcache.server.media.urls import UrlMemory
 from featcache.store import FeatureStore
 
 T = TypeVar("T")

@@ -17,9 +17,9 @@ import pytest
 from server_helpers import ImageServer, png, redirect, send
 
 from featcache.keys import SourceDigest, source_digest
-from featcache.server.addresses import CheckedNetwork, is_public
-from featcache.server.media import Fetched, MediaError, MediaFetcher, MediaRules
-from featcache.server.urls import UrlMemory
+from featcache.server.media.addresses import CheckedNetwork, is_public
+from featcache.server.media.fetcher import Fetched, MediaError, MediaFetcher, MediaRules
+from featcache.server.media.urls import UrlMemory
 
 T = TypeVar("T")
 

@@ -17,16 +17,16 @@ from server_helpers import png
 from transformers import AutoTokenizer
 
 from featcache.errors import ConfigError, ImageError, QueueFullError, RequestError, StoreError
+from featcache.server.answers.grammar import Grammar, Grammars
+from featcache.server.answers.tools import ToolCallReader, understands_tools
 from featcache.server.auth import Caller, Keys, read_keys
 from featcache.server.errors import ApiError, api_error, clean, invalid_body
-from featcache.server.grammar import Grammar, Grammars
 from featcache.server.logs import REQUEST_ID, JsonLines, TextLines
-from featcache.server.media import MediaError
+from featcache.server.media.fetcher import MediaError
 from featcache.server.namespaces import Namespaces
 from featcache.server.protocol import ChatRequest, FunctionDefinition, ServedImage, UnsupportedFieldError
 from featcache.server.recent import RecentImages, Savings, thumbnail
 from featcache.server.settings import ServerSettings, settings
-from featcache.server.tools import ToolCallReader, understands_tools
 
 # Settings
 

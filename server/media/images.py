@@ -18,7 +18,7 @@ from featcache.engine.messages import SourceRules, read_image
 from featcache.errors import FeatcacheError, RequestError
 from featcache.keys import PixelDigest, SourceDigest, alias_key
 from featcache.server.auth import Caller
-from featcache.server.media import MediaFetcher
+from featcache.server.media.fetcher import MediaFetcher
 from featcache.server.protocol import ImageKwargs
 
 _T = TypeVar("_T")

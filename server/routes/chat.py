@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from featcache.server.answer import Answer
+from featcache.server.answers.answer import Answer
 from featcache.server.http import body_of, caller_of, read_body, service_of, while_connected
 from featcache.server.protocol import ChatRequest, ChatResponse, ErrorResponse
 

@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from featcache.engine.engine import Generation, Reply, TokenDelta
 from featcache.engine.prompt import Prompt
 from featcache.errors import CancelledError, RequestError
+from featcache.server.answers.grammar import Grammar
+from featcache.server.answers.tools import ToolCallReader
 from featcache.server.auth import Caller
 from featcache.server.errors import ApiError, api_error
-from featcache.server.grammar import Grammar
-from featcache.server.images import options_of
 from featcache.server.logs import REQUEST_ID
+from featcache.server.media.images import options_of
 from featcache.server.protocol import (
     AnswerMessage,
     CacheReport,
@@ -43,7 +44,6 @@ from featcache.server.protocol import (
     Usage,
 )
 from featcache.server.service import Service
-from featcache.server.tools import ToolCallReader
 
 _RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {
     "messages"

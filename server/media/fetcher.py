@@ -22,8 +22,8 @@ import httpx2 as httpx
 from featcache import __version__
 from featcache.errors import RequestError
 from featcache.keys import SourceDigest, source_digest
-from featcache.server.addresses import AddressError, CheckedNetwork
-from featcache.server.urls import KnownUrl, UrlMemory, lower_names
+from featcache.server.media.addresses import AddressError, CheckedNetwork
+from featcache.server.media.urls import KnownUrl, UrlMemory, lower_names
 from featcache.sizes import format_size
 
 _MAX_URL = 8192  # characters

@@ -15,8 +15,8 @@ from featcache.lease import Lease
 from featcache.server.auth import Caller
 from featcache.server.errors import ApiError, api_error
 from featcache.server.http import body_of, caller_of, read_body, service_of, while_connected
-from featcache.server.images import options_of
 from featcache.server.logs import REQUEST_ID
+from featcache.server.media.images import options_of
 from featcache.server.protocol import ErrorResponse, FeatureInfo, FeaturesRequest, FeaturesResponse
 from featcache.server.service import Service
 
