@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from models import build
-from warm_forks import Forks, Run
 from warm_helpers import encoded, photos
+from warm_runs import Run
 
 from featcache.cli import app
 from featcache.engine.encoder import VisionEncoder
 from featcache.engine.loading import load_model
+from featcache.engine.warm import Failure, Progress, WarmSettings
+from featcache.engine.warm.devices import run_on_devices
+from featcache.engine.warm.job import Job, Listeners
+from featcache.errors import StoreError
 from featcache.lease import Lease
 from featcache.store import FeatureStore
 
@@ -29,12 +34,6 @@ from featcache.store import FeatureStore
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("qwen2_vl", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def forks(model: Path) -> Iterator[Forks]:
-    with Forks(model) as forks:
-        yield forks
 
 
 def assert_complete(model: Path, images: Path, store_path: Path, number: int) -> None:
@@ -54,38 +53,37 @@ def assert_complete(model: Path, images: Path, store_path: Path, number: int) ->
         encoder.close()
 
 
-def kill_until_done(forks: Forks, model: Path, folder: Path, kills: int, seed: int) -> None:
+def kill_until_done(model: Path, folder: Path, kills: int, seed: int) -> None:
     images, store = photos(folder / "set", 150), folder / "store"
     (images / "twin.bmp").write_bytes(encoded(5, "BMP"))
     generator = random.Random(seed)
     for _ in range(kills):
-        run = forks.start(images, store)
-        time.sleep(generator.uniform(0.02, 0.7))
+        run = Run(model, images, store)
+        run.wait_until_loaded()
+        time.sleep(generator.uniform(0, 0.6))
         run.kill()
-    report = forks.start(images, store).wait()
+    report = Run(model, images, store).report()
     assert report is not None and report["failed"] == 0
     assert report["cached"] + report["encoded"] + report["duplicates"] == report["seen"] == 151
     assert_complete(model, images, store, 150)
-    again = forks.start(images, store).wait()
+    again = Run(model, images, store).report()
     assert again is not None and again["cached"] == 151 and again["encoded"] == 0
 
 
-def test_killed_runs_leave_a_whole_store_and_the_next_goes_on(
-    forks: Forks, model: Path, tmp_path: Path
-) -> None:
-    kill_until_done(forks, model, tmp_path, kills=6, seed=1)
+def test_killed_runs_leave_a_whole_store_and_the_next_goes_on(model: Path, tmp_path: Path) -> None:
+    kill_until_done(model, tmp_path, kills=6, seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_twenty_times(forks: Forks, model: Path, tmp_path: Path, seed: int) -> None:
-    kill_until_done(forks, model, tmp_path, kills=20, seed=seed)
+def test_killed_twenty_times(model: Path, tmp_path: Path, seed: int) -> None:
+    kill_until_done(model, tmp_path, kills=20, seed=seed)
 
 
-def test_two_processes_share_the_work(forks: Forks, model: Path, tmp_path: Path) -> None:
+def test_two_processes_share_the_work(model: Path, tmp_path: Path) -> None:
     images, store = photos(tmp_path / "set", 160), tmp_path / "store"
-    runs = [forks.start(images, store), forks.start(images, store)]
-    reports = [report for run in runs if (report := run.wait()) is not None]
+    runs = [Run(model, images, store), Run(model, images, store)]
+    reports = [report for run in runs if (report := run.report())]
     assert len(reports) == 2
     assert sum(report["encoded"] for report in reports) == 160
     for report in reports:
@@ -93,20 +91,20 @@ def test_two_processes_share_the_work(forks: Forks, model: Path, tmp_path: Path)
     assert_complete(model, images, store, 160)
 
 
-def test_a_run_takes_over_from_one_that_is_killed(forks: Forks, model: Path, tmp_path: Path) -> None:
+def test_a_run_takes_over_from_one_that_is_killed(model: Path, tmp_path: Path) -> None:
     images, store = photos(tmp_path / "set", 160), tmp_path / "store"
-    killed = forks.start(images, store)
-    other = forks.start(images, store)
+    killed = Run(model, images, store)
+    other = Run(model, images, store)
     wait_for_entries(store, 20)
     killed.kill()
-    report = other.wait()
+    report = other.report()
     assert report is not None and report["failed"] == report["unfinished"] == 0
     assert report["cached"] + report["encoded"] + report["shared"] == 160
     assert_complete(model, images, store, 160)
 
 
 def wait_for_entries(store: Path, number: int, timeout_s: float = 60) -> None:
-    """Until the store on disk holds so many records. In a process of its own, so that it is opened once here."""
+    """Until the store holds so many records. Seen from another process, so that it isn't open in this one."""
     code = (
         "import sys, time\nfrom featcache.tiers.disk import DiskTier\n"
         "while True:\n"
@@ -192,12 +190,24 @@ def start(*arguments: object, **rest: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(program, **pipes)  # type: ignore[call-overload,no-any-return]
 
 
-@pytest.mark.parametrize(("number", "devices"), [(signal.SIGINT, "cpu"), (signal.SIGTERM, "cpu,cpu")])
-def test_a_signal_ends_a_run_cleanly(
+@pytest.mark.parametrize(
+    ("number", "devices"),
+    [(signal.SIGINT, "cpu"), pytest.param(signal.SIGTERM, "cpu,cpu", marks=pytest.mark.soak)],
+)
+def test_a_signal_ends_the_command_cleanly(
     model: Path, tmp_path: Path, number: signal.Signals, devices: str
 ) -> None:
     images, store = photos(tmp_path / "set", 1500), tmp_path / "store"
-    process = start(model, images, "--store", store, "--device", devices, "--batch-size", 4, "--json")
+    program = [
+        sys.executable,
+        "-c",
+        "from featcache.cli import main; main()",
+        "warm",
+        str(model),
+        str(images),
+    ]
+    program += ["--store", str(store), "--device", devices, "--batch-size", "4", "--json"]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_entries(store, 8)
         os.kill(process.pid, number)
@@ -208,45 +218,82 @@ def test_a_signal_ends_a_run_cleanly(
     doc = json.loads(out)
     assert doc["stopped"] == "interrupted" and doc["encoded"] >= 8
     assert doc["seen"] == doc["encoded"] + doc["cached"] + doc["shared"] + doc["unfinished"]
-    with FeatureStore.open(store, disk_bytes="512MiB") as opened:
-        disk = opened.stats().disk
-        assert disk is not None and disk.entries == doc["encoded"] < 1500
-        assert opened.verify().is_clean
+    assert_stored(store, doc["encoded"])
+
+
+def assert_stored(path: Path, number: int) -> None:
+    with FeatureStore.open(path, disk_bytes="512MiB") as store:
+        disk = store.stats().disk
+        assert disk is not None and disk.entries == number < 1500
+        assert store.verify().is_clean
+
+
+# A process a device
+
+
+def job(model: Path, images: Path, store: Path, **settings: Any) -> Job:
+    return Job(str(model), (str(images),), store, 512 << 20, WarmSettings(**settings))
 
 
 def test_two_devices_do_it_together(model: Path, tmp_path: Path) -> None:
     images, store = photos(tmp_path / "set", 50), tmp_path / "store"
     (images / "bad.png").write_bytes(b"x")
     names = "\n".join(str(path) for path in sorted(images.iterdir()))
-    process = start(model, "-", "--store", store, "--devices", "cpu,cpu", "--json", stdin=subprocess.PIPE)
-    out, err = process.communicate(names, timeout=100)
-    doc = json.loads(out)
-    assert process.returncode == 3, err
+    arguments = [str(model), "-", "--store", str(store), "--devices", "cpu,cpu", "--json"]
+    result = CliRunner().invoke(app, ["warm", *arguments], input=names)
+    assert result.exit_code == 3, result.output
+    doc = json.loads(result.stdout)
     assert (doc["seen"], doc["encoded"], doc["failed"], doc["unfinished"]) == (51, 50, 1, 0)
-    assert doc["tower_calls"] >= 2 and "bad.png" in err
+    assert doc["tower_calls"] >= 2 and "bad.png" in result.stderr
     assert_complete(model, images, store, 50)
 
 
-def test_a_device_whose_process_dies_fails_the_run(model: Path, tmp_path: Path) -> None:
-    images, store = photos(tmp_path / "set", 1500), tmp_path / "store"
-    process = start(model, images, "--store", store, "--devices", "cpu,cpu", "--batch-size", 4)
-    try:
-        wait_for_entries(store, 8)
-        [victim, *_] = sorted(workers_of(process.pid))
-        os.kill(victim, signal.SIGKILL)
-        os.kill(process.pid, signal.SIGINT)  # the other one needn't do all the rest
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 1 and "ended with status -9" in err
-    assert_runs_are_over(victim)
+def test_all_devices_stop_when_they_are_told_to(model: Path, tmp_path: Path) -> None:
+    images, store, stop = photos(tmp_path / "set", 1500), tmp_path / "store", threading.Event()
+    told: list[Progress] = []
+
+    def listen(progress: Progress) -> None:
+        told.append(progress)
+        if progress.encoded >= 8:
+            stop.set()
+
+    report = run_on_devices(
+        job(model, images, store, batch_size=4), ["cpu", "cpu"], Listeners(progress=listen), stop
+    )
+    assert report.stopped == "interrupted" and report.encoded >= told[-1].encoded >= 8
+    assert report.seen == report.encoded + report.cached + report.shared + report.unfinished
+    assert_stored(store, report.encoded)
 
 
-def workers_of(pid: int) -> list[int]:
-    """The processes that a run has started, but for Python's resource tracker."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def test_failures_of_all_devices_count_together(model: Path, tmp_path: Path) -> None:
+    for n in range(300):
+        (tmp_path / f"{n:03}.png").write_bytes(b"x")
+    failures: list[Failure] = []
+    report = run_on_devices(
+        job(model, tmp_path, tmp_path / "store", max_failures=3),
+        ["cpu", "cpu"],
+        Listeners(failure=failures.append),
+    )
+    assert report.stopped == "too many failures" and 3 < len(failures) <= report.failed
 
 
-def assert_runs_are_over(pid: int) -> None:
-    Run(pid, Path("none")).wait()
+def test_a_device_whose_process_dies_fails_the_run_after_the_others(model: Path, tmp_path: Path) -> None:
+    images, store = photos(tmp_path / "set", 200), tmp_path / "store"
+    victims: list[Any] = []
+
+    def listen(progress: Progress) -> None:
+        if progress.encoded >= 8 and not victims:
+            victims.extend(multiprocessing.active_children())
+            victims[0].kill()
+
+    with pytest.raises(StoreError, match=r"1 of 2 processes failed: cpu: .*status -9"):
+        run_on_devices(job(model, images, store, batch_size=4), ["cpu", "cpu"], Listeners(progress=listen))
+    assert not multiprocessing.active_children()
+    report = Run(model, images, store).report()
+    assert report is not None and report["cached"] >= 100 and report["encoded"] + report["cached"] == 200
+    assert_complete(model, images, store, 200)
+
+
+def test_a_device_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"2 of 2 processes failed: cpu: .*no such folder"):
+        run_on_devices(job(tmp_path / "none", tmp_path, tmp_path / "store"), ["cpu", "cpu"])

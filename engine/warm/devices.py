@@ -22,6 +22,12 @@ from featcache.engine.warm.report import Failure, Progress, WarmReport
 from featcache.errors import FeatcacheError, StoreError
 
 _TICK_S = 0.1
+
+# Not forked from this process, whose CUDA and LMDB wouldn't survive it, but from a clean one that has only
+# imported what all of them need.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+
 _ADDED = [field.name for field in fields(Progress) if field.name not in ("seconds", "total")]
 
 
@@ -71,9 +77,8 @@ def _start(job: Job, devices: Sequence[str], index: int) -> _Part:
     )
     threads = share_of_cores if devices[index] == "cpu" else None
     part_of_job = replace(job, device=devices[index], settings=settings, threads=threads)
-    context = multiprocessing.get_context("spawn")  # CUDA and LMDB both forbid fork
-    ours, theirs = context.Pipe()
-    process = context.Process(
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(
         target=_run_part, args=(part_of_job, theirs), name=f"featcache-warm-{index}", daemon=True
     )
     process.start()
@@ -177,3 +182,6 @@ def _run_part(job: Job, connection: Connection) -> None:
         send(run_job(job, Listeners(progress=send, failure=send, passed_over=send), stop))
     except FeatcacheError as exc:
         send(str(exc))
+    except Exception as exc:  # nobody's fault but ours: with its trace on standard error
+        send(repr(exc))
+        raise
