@@ -1,4 +1,4 @@
-"""Dialogues about fresh scenes: several turns, one to four pictures, shown at once or as the talk goes on."""
+"""Dialogues about fresh scenes: several turns, one to three pictures, shown at once or as the talk goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from featcache.bundled.questions import KINDS, Question, choose, comparisons, facts, phrase, picture_name
 from featcache.bundled.scenes import DEFAULT_FONT, MAX_FIGURES, Scene, make_scene
 
-MAX_PICTURES = 4
+MAX_PICTURES = 3
 Message = dict[
     str, Any
 ]  # {"role": ..., "content": [{"type": "image", "image": PIL}, {"type": "text", "text": ...}]}
@@ -73,12 +73,12 @@ def make_dialogue(
     fonts: Sequence[str] = (DEFAULT_FONT,),
     kinds: Sequence[str] = KINDS,
 ) -> Dialogue:
-    """A fresh dialogue. Without `pictures` and `turns`, one to four pictures and two to five turns.
+    """A fresh dialogue. Without `pictures` and `turns`, one to three pictures and two to five turns.
 
     `last_kind` is the kind of the last question; the questions before it are of any of `kinds`.
     """
     while True:
-        number = pictures or rng.choices((1, 2, 3, MAX_PICTURES), (40, 38, 17, 5))[0]
+        number = pictures or rng.choices((1, 2, MAX_PICTURES), (42, 40, 18))[0]
         if last_kind == "compare":
             number = max(2, number)
         length = turns or rng.randint(2, 5)

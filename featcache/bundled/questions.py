@@ -17,7 +17,7 @@ from featcache.errors import ConfigError
 
 KINDS = ("colour", "shape", "count", "position", "word", "number", "compare", "presence", "describe")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
-ORDINALS = ("first", "second", "third", "fourth")
+ORDINALS = ("first", "second", "third")
 MAX_LISTED = 3  # a description lists up to so many figures, and only counts more
 
 _HOW_MANY = (
@@ -47,7 +47,6 @@ _HAS_ONE = (
     "in which picture is there {a thing}",
     "which image shows {a thing}",
 )
-_CLEAR_SHARE = 0.12  # of a side: how far apart two centres must be for one to be left of, or above, the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,48 +263,6 @@ def _position(scene: Scene) -> Iterator[Fact]:
             yield Fact(
                 (*asks, f"in which part of the picture is the {name}", f"where can i see the {name}"), where
             )
-    yield from _furthest(scene)
-    yield from _beside(scene)
-
-
-def _furthest(scene: Scene) -> Iterator[Fact]:
-    if len(scene.figures) < 2:
-        return
-    for side, far in (("left", _left), ("right", _right), ("top", _top), ("bottom", _bottom)):
-        first, second = sorted(scene.figures, key=lambda f: far(f, scene))[:2]
-        if far(second, scene) - far(first, scene) >= _CLEAR_SHARE:
-            at = "at the" if side in ("top", "bottom") else "on the"
-            asks = (f"which figure is furthest to the {side}", f"what is {at} far {side}")
-            yield Fact((*asks, f"which figure is nearest to the {side}"), f"{first.colour} {first.shape}")
-
-
-def _left(figure: Figure, scene: Scene) -> float:
-    return figure.x / scene.width
-
-
-def _right(figure: Figure, scene: Scene) -> float:
-    return -figure.x / scene.width
-
-
-def _top(figure: Figure, scene: Scene) -> float:
-    return figure.y / scene.height
-
-
-def _bottom(figure: Figure, scene: Scene) -> float:
-    return -figure.y / scene.height
-
-
-def _beside(scene: Scene) -> Iterator[Fact]:
-    named = [(name, figure) for name, figure in _naming(scene) if " " in name or len(scene.figures) < 4]
-    for name, one in named:
-        for other_name, other in named:
-            if one is other or name.count(" ") != other_name.count(" "):
-                continue
-            for word, far in (("left of", _left), ("right of", _right), ("above", _top), ("below", _bottom)):
-                apart = far(other, scene) - far(one, scene)
-                if abs(apart) >= _CLEAR_SHARE:
-                    asks = (f"is the {name} {word} the {other_name}",)
-                    yield Fact(asks, "yes" if apart > 0 else "no")
 
 
 def _word(scene: Scene) -> Iterator[Fact]:
@@ -358,7 +315,7 @@ def describe(scene: Scene) -> str:
                     parts.append(with_article(f"{colour} {shape}"))
                 elif number > 1:
                     parts.append(f"{NUMBERS[number]} {colour} {plural(shape)}")
-    parts += [f"the word {word}" for word in scene.words] + [f"the number {n}" for n in scene.numbers]
+    parts += ["a number" if text.is_number else "a word" for text in scene.texts]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
@@ -368,7 +325,7 @@ def _describe(scene: Scene) -> Iterator[Fact]:
 
 
 def comparisons(scenes: Sequence[Scene]) -> Iterator[Fact]:
-    """All that can be asked to compare two to four pictures, told apart by their order."""
+    """All that can be asked to compare two or three pictures, told apart by their order."""
     counted = [_counted(scene) for scene in scenes]
     for noun, shape, colour in _NOUNS:
         counts = [of_scene.get((shape, colour), 0) for of_scene in counted]

@@ -176,9 +176,9 @@ def _side(rng: random.Random) -> int:
 
 
 def make_word(rng: random.Random) -> str:
-    """A common word, or (one in five) letters in a row that can be spoken; lower case, capitals, or Capitalised."""
+    """A common word, or (one in ten) letters in a row that can be spoken; lower case, capitals, or Capitalised."""
     while True:
-        word = rng.choice(WORDS) if rng.random() < 0.8 else _spoken_letters(rng)
+        word = rng.choice(WORDS) if rng.random() < 0.9 else _spoken_letters(rng)
         word = rng.choice((str.lower, str.upper, str.upper, str.capitalize))(word)
         if not set(word) <= _SAME_IN_BOTH_CASES:  # "cow" and "COW" differ in nothing but their size
             return word
@@ -274,7 +274,7 @@ def _draw_ground(ground: Ground, width: int, height: int) -> Image.Image:
         slope = slope.transpose(Image.Transpose.ROTATE_90)
     length = (width, 1) if ground.sideways else (1, height)
     strip = Image.new("RGB", length, ground.end)
-    strip.paste(ground.start, None, slope.resize(length))
+    strip.paste(ground.start, None, slope.resize(length, Image.Resampling.NEAREST))
     return strip.resize((width, height), Image.Resampling.NEAREST)
 
 

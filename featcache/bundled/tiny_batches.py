@@ -33,7 +33,7 @@ GLYPHS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 CHUNKS = 4  # images of a batch attend in so many groups of like size
 MAX_TOKENS = 384  # of one dialogue in training
 ANSWER_TOKENS = 24  # room kept for an answer
-TURNS = {1: 14, 2: 12, 3: 10, 4: 8}  # by number of pictures: rows of about equal length
+TURNS = {1: 14, 2: 12, 3: 10}  # by number of pictures: rows of about equal length
 
 Array = npt.NDArray[Any]
 _COUNT = np.arange(CONTEXT)
@@ -228,17 +228,13 @@ def _pack_pictures(pictures: list[tuple[int, Picture]]) -> dict[str, Any]:
 
 
 def _padded_layout(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where patches go when the images of a group, of `lengths` patches, are padded to the longest.
+    """How the patches of a group of images, of `lengths` patches, lie when all are padded to the longest.
 
-    (images, longest): index of each place's patch among the group's patches, 0 for padding; and (patches):
-    the place of each patch in that layout, flattened.
+    (images, longest) bool: which places hold a patch; (patches): the place of each in that layout, flattened.
     """
     longest = max(lengths) + -max(lengths) % 8
-    lengths_column = np.asarray(lengths)[:, None]
-    is_patch = np.arange(longest)[None] < lengths_column
-    first = np.cumsum(lengths)[:, None] - lengths_column
-    index = np.where(is_patch, first + np.arange(longest)[None], 0)
-    return torch.from_numpy(index), torch.from_numpy(np.flatnonzero(is_patch))
+    is_patch = np.arange(longest)[None] < np.asarray(lengths)[:, None]
+    return torch.from_numpy(is_patch), torch.from_numpy(np.flatnonzero(is_patch))
 
 
 def _num_tokens(picture: Image.Image) -> int:
@@ -272,7 +268,7 @@ class Dialogues(Dataset[dict[str, Any]]):
         most = 2 if index < self._easy else MAX_FIGURES
         dialogues = []
         for _ in range(self._size):
-            pictures = 1 if index < self._easy else rng.choices((1, 2, 3, 4), (40, 38, 17, 5))[0]
+            pictures = 1 if index < self._easy else rng.choices((1, 2, 3), (42, 40, 18))[0]
             turns = TURNS[pictures]
             dialogues.append(
                 make_dialogue(rng, pictures=pictures, turns=turns, max_figures=most, fonts=self._fonts)

@@ -167,7 +167,7 @@ def _corpus() -> list[str]:
             if not known:
                 continue
             fact = rng.choice(known)
-            name = None if kind == "compare" or rng.random() < 0.6 else picture_name(rng.randrange(4), rng)
+            name = None if kind == "compare" or rng.random() < 0.6 else picture_name(rng.randrange(3), rng)
             texts.append(phrase(kind, fact, rng, name).ask)
             if kind not in ("word", "number", "describe"):
                 texts += [fact.answer, f" {fact.answer}"]

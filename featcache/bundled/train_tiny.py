@@ -20,14 +20,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Qwen2VLForConditionalGeneration
 
-from featcache.bundled.scenes import available_fonts
+from featcache.bundled.scenes import DEFAULT_FONT
 from featcache.bundled.tiny_batches import Dialogues, Packer
 from featcache.bundled.tiny_model import make_model, make_tokenizer, save
 from featcache.bundled.tiny_training import Hints, forward, right_by_kind, to_device
 
 WARMUP_STEPS = 200
-FIRST_LOOK = 200  # steps on easy scenes
-AVERAGE = 0.995  # decay a step of the averaged weights, which are what is kept
+FIRST_LOOK = 400  # steps on easy scenes
+AVERAGE = 0.998  # decay a step of the averaged weights, which are what is kept
 MAX_STEPS = 1_000_000
 
 
@@ -63,19 +63,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="time to train for")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, help="stop after so many steps all the same")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=int, default=256, help="dialogues a step")
+    parser.add_argument("--batch", type=int, default=128, help="dialogues a step")
     parser.add_argument("--rate", type=float, default=1.2e-3, help="highest learning rate")
     parser.add_argument(
         "--workers", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="processes that make data"
     )
-    parser.add_argument("--eval-batches", type=int, default=8)
+    parser.add_argument("--eval-batches", type=int, default=16)
     return parser.parse_args()
 
 
 def _load(
     packer: Packer, seed: str, number: int, easy: int, options: argparse.Namespace
 ) -> Iterable[dict[str, Any]]:
-    data = Dialogues(packer, seed, number, options.batch, easy, available_fonts())
+    data = Dialogues(packer, seed, number, options.batch, easy, (DEFAULT_FONT,))
     return DataLoader(
         data,
         batch_size=None,
@@ -121,7 +121,7 @@ def _train(
         if step % 10 == 0:
             for kind, answers in right_by_kind(result.is_right, batch).items():
                 right[kind] += answers
-        if step % 100 == 0 or step + 1 == options.steps:
+        if step % 200 == 0 or step == 20 or step + 1 == options.steps:
             line = {"step": step, "s": round(now, 1), "waited_s": round(waited, 1), "rate": round(rate, 6)}
             losses = {"loss": result.answers.item(), "hints": result.hints.item(), "norm": norm.item()}
             print(json.dumps({**line, **_rounded(losses), "right": _shares(right)}), flush=True)
