@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -27,11 +28,18 @@ LOG = logging.getLogger("featcache.server")
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=BaseModel)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+CHAT_ROUTE = "/v1/chat/completions"
+_BODIES = 16  # of the largest size, held at once
 _QUIET = ("/health", "/ready", "/metrics", "/cache/stats")  # asked all the time; logged at debug
 
 
 class ClientGoneError(Exception):
     """The client went away; nobody waits for an answer."""
+
+
+@dataclass(slots=True)
+class _Body:
+    size: int = 0  # bytes received so far
 
 
 class Envelope:
@@ -40,6 +48,7 @@ class Envelope:
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._held_bytes = 0  # of the bodies of all requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,6 +58,7 @@ class Envelope:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         token, started, status = REQUEST_ID.set(request_id), time.perf_counter(), 499
         scope.setdefault("state", {})["request_id"] = request_id
+        body = _Body()
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -59,7 +69,7 @@ class Envelope:
 
         try:
             self._check_length(scope)
-            await self._app(scope, self._limited(receive), send_marked)
+            await self._app(scope, self._limited(receive, body), send_marked)
         except ClientGoneError:
             pass
         except Exception as exc:
@@ -67,6 +77,7 @@ class Envelope:
                 raise
             await error_response(exc)(scope, receive, send_marked)
         finally:
+            self._held_bytes -= body.size
             self._finish(scope, status, time.perf_counter() - started)
             REQUEST_ID.reset(token)
 
@@ -79,15 +90,16 @@ class Envelope:
         reason = f"body: more than {self._max_body_bytes} bytes, the limit of this server"
         return ApiError(413, reason, code="request_too_large")
 
-    def _limited(self, receive: Receive) -> Receive:
-        left = self._max_body_bytes
-
+    def _limited(self, receive: Receive, body: _Body) -> Receive:
         async def limited() -> Message:
-            nonlocal left
             message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
+            size = len(message.get("body", b""))
+            body.size += size
+            self._held_bytes += size
+            if body.size > self._max_body_bytes:
                 raise self._too_large()
+            if self._held_bytes > _BODIES * self._max_body_bytes:
+                raise ApiError(503, "too many large requests at once", code="busy", retry_after_s=1)
             return message
 
         return limited
@@ -97,6 +109,8 @@ class Envelope:
         service = scope["app"].state.service if "app" in scope else None
         if service is not None:
             service.metrics.requests.labels(route, str(status)).inc()
+            if route == CHAT_ROUTE:
+                service.metrics.latency.observe(seconds)
         level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
         detail = scope["state"].get("log", {})
         extra = {"method": scope["method"], "route": route, "status": status, "ms": round(seconds * 1e3, 1)}

@@ -42,7 +42,7 @@ def set_up_logging(level: str, *, as_json: bool) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if as_json else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx2", "httpcore2", "uvicorn.access"):
+    for noisy in ("httpx2", "httpcore2", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -26,8 +26,9 @@ class Metrics:
         self.requests = Counter(
             "featcache_requests", "Requests by route and status.", ["route", "status"], registry=self.registry
         )
-        self.running = Gauge("featcache_requests_running", "Chat requests under way.", registry=self.registry)
-        self.latency = self._histogram("featcache_request_seconds", "From request to last byte.", _SECONDS)
+        self.latency = self._histogram(
+            "featcache_request_seconds", "From request to last byte, of chats.", _SECONDS
+        )
         self.ttft = self._histogram(
             "featcache_time_to_first_token_seconds", "From request to first token.", _SECONDS
         )

@@ -47,6 +47,7 @@ def run_server(model: str, settings: ServerSettings) -> int:
     app = create_app(lambda: open_vlm(model, settings), settings, on_failure=failed)
     server = _Server(_config(app, settings), app, settings)
     server.run()
+    LOG.info("ended")
     logging.shutdown()
     status = 1 if failures or not server.started else 0
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
@@ -104,6 +105,7 @@ class _Server(uvicorn.Server):
             self.force_exit = True
             return
         self.should_exit = self._app.state.draining = True
+        LOG.info("shutting down: requests under way have %g s to finish", self._drain_s)
         last = threading.Timer(self._drain_s + 2 * CLOSE_S, os._exit, (1,))
         last.daemon = True
         last.start()

@@ -50,7 +50,7 @@ class Service:
         self.namespaces = Namespaces(vlm.store.path)
         self.recent = RecentImages()
         self.savings = Savings()
-        self.has_tools = understands_tools(_template(vlm))
+        self.has_tools = understands_tools(vlm.loaded.template.source)
         self._executor = ThreadPoolExecutor(_WORKERS, thread_name_prefix="featcache-request")
         self._warmers = ThreadPoolExecutor(_WARMERS, thread_name_prefix="featcache-warm")
         self.media = MediaFetcher(
@@ -148,11 +148,6 @@ def sampling_defaults(config: Any) -> dict[str, Any]:
         return {"temperature": 0.0}
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
     return {name: value for name in names if (value := getattr(config, name, None)) is not None}
-
-
-def _template(vlm: CachedVLM) -> str | None:
-    template = getattr(vlm.loaded.processor, "chat_template", None) or vlm.loaded.tokenizer.chat_template
-    return template if isinstance(template, str) else None
 
 
 def _anywhere(address: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import openai
 import pytest
 import schemathesis
 from browser import CHROMIUM, Browser
@@ -252,13 +253,14 @@ def test_metrics_count_what_happened(server: ChatServer) -> None:
     assert grown("featcache_time_to_first_token_seconds_count") == 2
     assert grown("featcache_inter_token_seconds_count") == 4
     assert grown("featcache_completion_tokens_total") == 6
+    assert grown("featcache_request_seconds_count") == 2
     assert grown("featcache_encoder_tower_images_total") == 1
     assert (
         after['featcache_tier_bytes{tier="host"}'] > 0
         and after['featcache_tier_max_bytes{tier="disk"}'] == 64 << 20
     )
     assert after["featcache_saved_seconds_total"] > before["featcache_saved_seconds_total"]
-    assert after["featcache_quarantined_total"] == 0 and after["featcache_requests_running"] == 0
+    assert after["featcache_quarantined_total"] == 0 and after["featcache_engine_running"] == 0
 
 
 # Features
@@ -370,6 +372,79 @@ def test_a_full_queue_says_when_to_come_back(loaded: Loaded, tmp_path: Path) -> 
         assert (
             HTTP.post(server.url + CHAT, json={"messages": [user("x")], "max_tokens": 1}).status_code == 200
         )
+
+
+def test_what_takes_too_long_is_given_up(loaded: Loaded, tmp_path: Path) -> None:
+    with serve(loaded, tmp_path, request_timeout=0.3) as server:
+        long = {"messages": [user("go on")], "max_tokens": 4000, "ignore_eos": True}
+        answer = post(server, long)
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        events = post(server, {**long, "stream": True}).text.split("\n\n")
+        assert "not answered within 0.3 s" in events[-3] and events[-2] == "data: [DONE]"
+        assert post(server, good()).status_code == 200
+        assert server.service.vlm.engine.check() == []
+
+
+# Tools
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}, by <tool_call>.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_called_and_their_results_read(loaded: Loaded, tmp_path: Path, stream: bool) -> None:
+    with_tools = load_model(loaded.path, device="cpu", dtype="float32", chat_template=TOOL_TEMPLATE)
+    parameters = {
+        "type": "object",
+        "properties": {"at": {"enum": ["left", "right"]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("look", "go")
+    ]
+    asked = {
+        "messages": [user("where is it?", data_uri(png()))],
+        "tools": tools,
+        "max_tokens": 80,
+        "stream": stream,
+    }
+    with serve(with_tools, tmp_path) as server:
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            create: Any = client.chat.completions.create
+            for choice in ("required", {"type": "function", "function": {"name": "go"}}):
+                answer = create(model="tiny", tool_choice=choice, **asked)
+                if stream:
+                    chunks = [chunk.choices[0] for chunk in answer]
+                    (call,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+                    assert call.index == 0 and chunks[-1].finish_reason == "tool_calls"
+                    assert not any(chunk.delta.content for chunk in chunks)
+                else:
+                    (call,) = answer.choices[0].message.tool_calls
+                    assert answer.choices[0].finish_reason == "tool_calls"
+                    assert answer.choices[0].message.content is None
+                assert json.loads(call.function.arguments)["at"] in ("left", "right")
+                assert call.function.name in (("go",) if isinstance(choice, dict) else ("look", "go"))
+            result = [
+                *asked["messages"],
+                {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude={"index"})]},
+                {"role": "tool", "tool_call_id": call.id, "content": "it is there"},
+            ]
+            free = create(model="tiny", **{**asked, "messages": result, "stream": False})
+            assert free.choices[0].finish_reason in ("length", "stop")
+            assert free.usage.prompt_tokens_details.cached_tokens > 0
+        broken = [*asked["messages"], {**result[1], "tool_calls": [{**result[1]["tool_calls"][0]}]}]
+        broken[1]["tool_calls"][0]["function"] = {"name": "go", "arguments": "{"}
+        refused = post(server, {**asked, "messages": [*broken, result[2]], "stream": False})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
 # The schema

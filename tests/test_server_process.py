@@ -20,6 +20,7 @@ from featcache.cli import app
 from featcache.tiers.disk import DiskTier
 
 CHAT = "/v1/chat/completions"
+HTTP = httpx.Client(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def body(number: int, **more: Any) -> dict[str, Any]:
 
 
 def ask(url: str, doc: dict[str, Any]) -> Any:
-    answer = httpx.post(url + CHAT, json=doc, timeout=60)
+    answer = HTTP.post(url + CHAT, json=doc)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -89,7 +90,7 @@ def _kill_and_come_back(model: str, store: Path, kills: int) -> None:
     for _ in range(kills):
         with ServeCommand(model, store) as command:
             command.wait_ready()
-            answers = _killed_under_load(command, generator.randint(5, 60))
+            answers = _killed_under_load(command, generator.randint(5, 25))
         for number, text in answers.items():
             assert expected.setdefault(number, text) == text
     tier = DiskTier.open(store, max_bytes=1 << 30)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from featcache.server.answers.answer import Answer
-from featcache.server.http import body_of, caller_of, read_body, service_of, while_connected
+from featcache.server.http import CHAT_ROUTE, body_of, caller_of, read_body, service_of, while_connected
 from featcache.server.protocol import ChatRequest, ChatResponse, ErrorResponse
 
 router = APIRouter()
@@ -23,7 +23,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 @router.post(
-    "/v1/chat/completions",
+    CHAT_ROUTE,
     response_model=ChatResponse,
     responses={
         **_ERRORS,
