@@ -49,12 +49,12 @@ class PagedStep(Cache):  # type: ignore[misc]
         self.decodes = [span for span in spans if span.new == 1 and span.past > 0]
         self._device = device
         slots = [
-            span.table[at // BLOCK] * BLOCK + at % BLOCK for span in spans for at in range(span.past, span.total)
+            span.table[at // BLOCK] * BLOCK + at % BLOCK
+            for span in spans
+            for at in range(span.past, span.total)
         ]
         self.slots = self._send(torch.tensor(slots))
-        self.prefill_slots = [
-            self._send(_slots_of(span)) if span.past else None for span in self.prefills
-        ]
+        self.prefill_slots = [self._send(_slots_of(span)) if span.past else None for span in self.prefills]
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         if self.decodes:
             self._prepare_decodes()

@@ -71,7 +71,9 @@ class EngineSettings:
 class Engine:
     """Runs requests on one model. Thread-safe. `close` it."""
 
-    def __init__(self, loaded: Loaded, encoder: VisionEncoder, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded, encoder: VisionEncoder, settings: EngineSettings | None = None
+    ) -> None:
         self.settings = settings or EngineSettings()
         self._loaded = loaded
         family = loaded.family
@@ -152,8 +154,8 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Requests and blocks now, and counters since the start."""
         blocks = self._scheduler.blocks
-        names = ("finished", "failed", "cancelled", "steps", "prompt_tokens", "cached_tokens")
-        names += ("completion_tokens",)
+        counted = ["finished", "failed", "cancelled", "steps"]
+        counted += ["prompt_tokens", "cached_tokens", "completion_tokens"]
         return {
             "running": len(self._scheduler.running),
             "waiting": len(self._scheduler.waiting) + len(self._incoming),
@@ -162,7 +164,7 @@ class Engine:
             "blocks_kept": blocks.num_kept,
             "blocks_evicted": blocks.evicted,
             "preemptions": self._scheduler.preemptions,
-            **{name: self._counts[name] for name in names},
+            **{name: self._counts[name] for name in counted},
         }
 
     def check(self) -> list[str]:
@@ -341,7 +343,7 @@ class _EncodingThread:
     def __init__(self, encoder: VisionEncoder, device: torch.device, wake: Any) -> None:
         self._encoder = encoder
         self._wake = wake
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device=device) if device.type == "cuda" else None
         self._changed = threading.Condition()  # guards all below
         self._wanted: deque[tuple[Sequence, list[int]]] = deque()
         self._done: deque[_Encoded] = deque()

@@ -52,7 +52,9 @@ class ModelRunner:
         if self._family.bidirectional_images and part.new > 1:
             stop = part.start + part.new
             runs = part.sequence.prompt.runs
-            images = tuple((run.start, run.stop) for run in runs if run.start < stop and run.stop > part.start)
+            images = tuple(
+                (run.start, run.stop) for run in runs if run.start < stop and run.stop > part.start
+            )
         return Span(start, part.new, part.start, tuple(part.sequence.table), images)
 
     def _images(self, parts: Parts[Part]) -> tuple[list[int], Rows | None]:
@@ -80,6 +82,7 @@ class ModelRunner:
     def _wait_for_features(self, sequence: Sequence) -> None:
         """The encoder has its own stream: this one waits for it, on the device."""
         stream = torch.cuda.current_stream(self._device)
+        assert sequence.features_ready is not None
         stream.wait_event(sequence.features_ready)
         for lease in sequence.leases.values():
             for tensor in lease.features.tensors.values():

@@ -48,7 +48,7 @@ class SamplingParams:
     logits_hook: LogitsHook | None = None
 
     def __post_init__(self) -> None:
-        whole = {"max_tokens": (1, None), "top_k": (-1, None)}
+        whole: dict[str, tuple[int, int | None]] = {"max_tokens": (1, None), "top_k": (-1, None)}
         whole |= {"seed": (-(2**63), 2**63 - 1), "logprobs": (0, MAX_LOGPROBS)}
         for name, (low, high) in whole.items():
             _check_int(name, getattr(self, name), low, high, none=name in ("seed", "logprobs"))
@@ -70,7 +70,9 @@ class SamplingParams:
         """From keyword arguments; `stop` may be one text. Raises RequestError that names what is wrong."""
         known = {f.name for f in fields(cls)}
         if unknown := sorted(given.keys() - known):
-            raise RequestError(f"{unknown[0]}: not a sampling parameter; there are {', '.join(sorted(known))}")
+            raise RequestError(
+                f"{unknown[0]}: not a sampling parameter; there are {', '.join(sorted(known))}"
+            )
         values = dict(given)
         for name in ("stop", "stop_token_ids"):
             if name in values:
@@ -99,7 +101,9 @@ def _check_int(name: str, value: Any, low: int | None, high: int | None, *, none
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{name}: {value!r}; it is a whole number")
     if (low is not None and value < low) or (high is not None and value > high):
-        raise RequestError(f"{name}: {value}; it lies between {low} and {high if high is not None else '...'}")
+        raise RequestError(
+            f"{name}: {value}; it lies between {low} and {high if high is not None else '...'}"
+        )
 
 
 def _check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
@@ -156,7 +160,9 @@ class Sampler:
             seen = torch.tensor(sorted({*self._prompt, *self._counts}))
             seen = seen[seen < logits.shape[0]]
             values = logits[seen]
-            scaled = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+            scaled = torch.where(
+                values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+            )
             logits[seen] = scaled
         if self._counts and (params.presence_penalty or params.frequency_penalty):
             ids = torch.tensor(list(self._counts))

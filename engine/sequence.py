@@ -1,8 +1,8 @@
 """`Sequence`: one request inside the engine, and the states it goes through.
 
-    WAITING ──▶ ENCODING ──▶ READY ──▶ RUNNING ──▶ FINISHED
-       └─────── nothing to encode ──▶┘ ◀─ preempted ─┘
-    any ──▶ FAILED, CANCELLED
+WAITING ──▶ ENCODING ──▶ READY ──▶ RUNNING ──▶ FINISHED
+   └─────── nothing to encode ──▶┘ ◀─ preempted ─┘
+any ──▶ FAILED, CANCELLED
 """
 
 from __future__ import annotations

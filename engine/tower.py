@@ -21,7 +21,7 @@ def without_language_model(model_class: type[Any]) -> type[Any]:
                 if module._parameters:
                     module._parameters = dict.fromkeys(module._parameters)
                     module._is_hf_initialized = True  # there is nothing to be initialized
-            self.all_tied_weights_keys = {}  # embeddings and output layer, which aren't there
+            self.all_tied_weights_keys: dict[str, str] = {}  # embeddings and output layer, which aren't there
 
         def tie_weights(self, *args: Any, **kwargs: Any) -> None:
             """There is nothing to tie."""

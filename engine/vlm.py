@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from featcache.engine.encoder import VisionEncoder
 from featcache.engine.engine import Engine, EngineSettings, Generation, Reply, TokenDelta
@@ -17,9 +17,12 @@ from featcache.engine.sampling import SamplingParams
 from featcache.errors import FeatcacheError
 from featcache.features import Features
 from featcache.images import ImageSource
-from featcache.images import ImageSource
 from featcache.settings import DEFAULT_STORE
 from featcache.store import FeatureStore
+
+if TYPE_CHECKING:
+    from featcache.engine.warm.report import Progress, WarmReport
+    from featcache.engine.warm.sources import Source
 
 Message = Mapping[str, Any]
 
@@ -139,7 +142,7 @@ class CachedVLM:
         options: ImageOptions | None = None,
         **sampling: Any,
     ) -> list[Reply | FeatcacheError]:
-        """Answer several conversations at once; one that fails has its error in its place, the others answer."""
+        """Answer several conversations at once; one that fails has its error in its place."""
         started: list[Generation | FeatcacheError] = []
         for messages in conversations:
             try:
@@ -161,6 +164,24 @@ class CachedVLM:
         """
         return self.encoder.encode(images, options or ImageOptions())
 
+    def warm(
+        self,
+        sources: Source | Iterable[Source],
+        *,
+        options: ImageOptions | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> WarmReport:
+        """Encode all images of `sources` that no tier holds, and store them; see featcache.engine.warm.
+
+        sources: files, folders, globs, lists, URLs, archives, tables and request files.
+        progress: called on this thread about ten times a second.
+        """
+        from featcache.engine.warm.pipeline import WarmSettings
+        from featcache.engine.warm.run import warm
+
+        settings = WarmSettings(images=options or ImageOptions())
+        return warm(self.encoder, sources, settings, progress=progress)
+
     def stats(self) -> dict[str, Any]:
         """Counters of the store's tiers, the encoder and the engine, ready for JSON."""
         return {
@@ -170,7 +191,7 @@ class CachedVLM:
         }
 
     def refresh(self) -> None:
-        """Call after the weights were changed in place: no feature or KV block made before is served again."""
+        """Call after weights were changed in place: nothing that was made before is served again."""
         self.encoder.refresh()
         self.engine.clear_prefix_cache()
 
