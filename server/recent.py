@@ -22,7 +22,8 @@ _MAX_RECENT = 24
 _MAX_SEEN = 65_536
 _THUMBNAIL = 128  # pixels
 _WATCHED_S = 15.0
-_LIMITS = ImageLimits(max_pixels=40_000_000)  # larger ones have no thumbnail: it isn't worth the decoding
+# Larger ones have no thumbnail: it isn't worth the decoding, nor the keeping until then.
+_LIMITS = ImageLimits(max_pixels=40_000_000, max_encoded_bytes=8 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,6 @@ class RecentImage:
     tokens: int
     width: int
     height: int
-    source: bytes | Image.Image | None  # only while the page is open, to make the thumbnail of
 
 
 class RecentImages:
@@ -46,6 +46,9 @@ class RecentImages:
         self._lock = threading.Lock()  # guards all below; no picture is decoded under it
         self._recent: deque[RecentImage] = deque(maxlen=_MAX_RECENT)
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._sources: OrderedDict[str, bytes] = (
+            OrderedDict()
+        )  # to make thumbnails of, while somebody watches
         self._thumbnails: OrderedDict[str, str] = OrderedDict()
         self._watched_until = 0.0
 
@@ -56,10 +59,15 @@ class RecentImages:
         layout: Layout,
         source: bytes | Image.Image | None,
     ) -> None:
+        size = (layout.width, layout.height)
         with self._lock:
-            keep = source if time.monotonic() < self._watched_until else None
-            size = (layout.width, layout.height)
-            self._recent.appendleft(RecentImage(namespace, image.key, image.tier, image.tokens, *size, keep))
+            self._recent.appendleft(RecentImage(namespace, image.key, image.tier, image.tokens, *size))
+            if time.monotonic() > self._watched_until:
+                self._sources.clear()
+            elif isinstance(source, bytes) and len(source) <= _LIMITS.max_encoded_bytes:
+                self._sources[image.key] = source
+                if len(self._sources) > _MAX_RECENT:
+                    self._sources.popitem(last=False)
         self.tell(namespace, image.key)
 
     def tell(self, namespace: str, key: str) -> None:
@@ -89,24 +97,24 @@ class RecentImages:
                 "tokens": image.tokens,
                 "width": image.width,
                 "height": image.height,
-                "thumbnail": self._thumbnail(image),
+                "thumbnail": self._thumbnail(image.key),
             }
             for image in recent
         ]
 
-    def _thumbnail(self, image: RecentImage) -> str | None:
+    def _thumbnail(self, key: str) -> str | None:
         with self._lock:
-            made = self._thumbnails.get(image.key)
-        if made is None and image.source is not None:
-            made = thumbnail(image.source)
+            made, source = self._thumbnails.get(key), self._sources.pop(key, None)
+        if made is None and source is not None:
+            made = thumbnail(source)
             with self._lock:
-                self._thumbnails[image.key] = made
+                self._thumbnails[key] = made
                 if len(self._thumbnails) > 2 * _MAX_RECENT:
                     self._thumbnails.popitem(last=False)
         return made or None
 
 
-def thumbnail(source: bytes | Image.Image) -> str:
+def thumbnail(source: bytes) -> str:
     """A small JPEG as a data: URI; "" if there can be none."""
     try:
         small = open_image(source, _LIMITS)
