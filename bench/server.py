@@ -43,6 +43,7 @@ from featcache.engine import CachedVLM
 SCRIPTS = Path(sys.executable).parent
 TOKENS = 16
 CHAT = "/v1/chat/completions"
+LIMITS = httpx.Limits(max_connections=32, max_keepalive_connections=0)  # idle ones may be closed meanwhile
 
 
 def main() -> None:
@@ -203,7 +204,7 @@ def beside_transformers(scratch: Path) -> list[dict[str, Any]]:
 
 
 async def shapes(url: str, model: str) -> dict[str, float]:
-    async with httpx.AsyncClient(timeout=1800, limits=httpx.Limits(max_connections=32)) as http:
+    async with httpx.AsyncClient(timeout=1800, limits=LIMITS) as http:
 
         async def ask(messages: list[dict[str, Any]]) -> str:
             body = {"model": model, "messages": messages, "max_tokens": TOKENS, "temperature": 0}

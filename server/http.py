@@ -71,7 +71,7 @@ class Envelope:
             self._check_length(scope)
             await self._app(scope, self._limited(receive, body), send_marked)
         except ClientGoneError:
-            pass
+            status = 499
         except Exception as exc:
             if status != 499:
                 raise

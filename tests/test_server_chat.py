@@ -308,6 +308,8 @@ def test_a_client_that_goes_away_ends_its_generation(server: ChatServer, stream:
     wait_until(lambda: running(server) == 0)
     assert engine.stats()["steps"] - before < 1000
     assert engine.check() == []
+    gone = 'featcache_requests_total{route="/v1/chat/completions",status="499"}'
+    wait_until(lambda: gone in HTTP.get(f"{server.url}/metrics").text)
     assert ask_raw(server)["choices"][0]["message"]["content"]
 
 

@@ -7,7 +7,7 @@ import inspect
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -269,7 +269,7 @@ class Answer:
             finish_reason=choice.finish_reason,
         )
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events, to the last."""
         try:
             async with self._in_time():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
@@ -78,6 +79,7 @@ class _EventStream(Response):
             self._request.state.log = self._answer.summary()
 
     async def _send_all(self, send: Send) -> None:
-        async for event in self._answer.events():
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async with aclosing(self._answer.events()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
