@@ -24,7 +24,7 @@ from featcache.tiers.device import storage_bytes
 
 log = logging.getLogger("featcache")
 
-FIRST_POLL_S, LAST_POLL_S = 50e-6, 1e-3
+FIRST_POLL_S, LAST_POLL_S = 100e-6, 1e-3
 
 Done: TypeAlias = Callable[[Exception | None], None]
 Event: TypeAlias = "torch.cuda.Event | None"
@@ -47,8 +47,8 @@ class Copies(Protocol):
     ) -> None:
         """Copy the tensors, in the header's order, to `place`, (data_bytes,) uint8 on the host.
 
-        Returns before a byte has moved. The tensors must not change any more. `done` is called once, on the
-        copies' thread, with what went wrong or None.
+        features: what `own` has returned; they must not change any more. Returns before a byte has moved.
+        `done` is called once, on the copies' thread, with what went wrong or None.
         """
 
     def drain(self, timeout_s: float | None = None) -> bool:
@@ -208,7 +208,7 @@ class CudaCopies(_Thread):
                 if after is not None:
                     self._out_stream.wait_event(after)
                 for name, _, begin, end in header.offsets():
-                    source = features.tensors[name].detach().reshape(-1).view(torch.uint8)
+                    source = features.tensors[name].view(-1).view(torch.uint8)
                     place[begin:end].copy_(source, non_blocking=True)
                 event = self._out_stream.record_event()
                 self._out.append(_Flying(event, (features, place), done))
@@ -290,9 +290,12 @@ def _moved(features: Features, device: torch.device) -> Features:
 
 def _alone(features: Features) -> Features:
     """The features in contiguous storages that hold nothing else: a view pins all of its batch's memory."""
-    is_contiguous = all(tensor.is_contiguous() for tensor in features.tensors.values())
-    if is_contiguous and storage_bytes(features) == features.nbytes:
-        return features
+    tensors = features.tensors.values()
+    if all(tensor.is_contiguous() and not tensor.requires_grad for tensor in tensors):
+        if all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors):
+            return features
+        if storage_bytes(features) == features.nbytes:  # several tensors that share one storage
+            return features
     return _with(
         features,
         {

@@ -95,21 +95,22 @@ class Header:
     """All of a record but its tensor data.
 
     specs are in the order of the data: wider elements first, so that each tensor is aligned to its element.
+    data_bytes: of all tensors together.
     """
 
     key: bytes
     fingerprint: bytes
     layout: Layout
     specs: Mapping[str, TensorSpec]
+    data_bytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data_bytes", sum(spec.nbytes for spec in self.specs.values()))
 
     @classmethod
     def of(cls, key: bytes, fingerprint: bytes, layout: Layout, specs: Mapping[str, TensorSpec]) -> Header:
         order = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype][1], name))
         return cls(key, fingerprint, layout, {name: specs[name] for name in order})
-
-    @property
-    def data_bytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs.values())
 
     def offsets(self) -> Iterator[tuple[str, TensorSpec, int, int]]:
         """(name, spec, begin, end) of each tensor within the data."""

@@ -38,6 +38,13 @@ class Made(NamedTuple):
     event: Event
 
 
+class Kept(NamedTuple):
+    """What `keep` has taken in. entry: of the device tier, held for the caller; None if it has no room."""
+
+    made: Made
+    entry: Entry | None
+
+
 class Stack:
     """All tiers of a store, the copies between them and the way to the disk. Thread-safe.
 
@@ -94,18 +101,17 @@ class Stack:
             self.disk.touch(key)
 
     def _lease_on_device(self, tier: DeviceTier, entry: Entry, origin: Origin) -> Lease:
-        features = entry.features
-        assert features is not None, "a device entry has its features from the start"
+        features = tier.features(entry)
         self._copies.order(features, entry.event)
         return Lease(entry.key, features, origin, (tier, entry))
 
     def _lease_on_host(self, entry: Entry, origin: Origin) -> Lease:
         """A lease on a held host entry; with a device, on a copy of it there."""
-        features, event = entry.features, entry.event
-        assert features is not None, "what is acquired can be shown"
-        if isinstance(self._copies, CudaCopies) and not _is_cuda(features):
+        made, event = entry.features, entry.event
+        if isinstance(self._copies, CudaCopies) and (made is None or not _is_cuda(made)):
             return self._promote(self._copies, entry, origin)
-        self._copies.order(features, event)  # still being copied out: shown where it was computed
+        features = self.host.features(entry) if made is None else made
+        self._copies.order(features, event)  # if it is still being copied out, it is shown where it was made
         return Lease(entry.key, features, origin, (self.host, entry))
 
     def _promote(self, copies: CudaCopies, entry: Entry, origin: Origin) -> Lease:
@@ -150,6 +156,7 @@ class Stack:
             header = disk.read(key, into)
             if header is not None and entry is not None:
                 self.host.settle(entry)
+                self.host.features(entry)  # RecordError if it isn't what its layout says
             elif header is not None:
                 features = Features(tensors_of(header, beside), header.layout, header.fingerprint)
         except StoreClosedError:
@@ -212,17 +219,37 @@ class Stack:
 
     # The path of a new record
 
-    def keep(self, key: bytes, features: Features, *, wait: bool) -> tuple[Lease, Made]:
-        """Take features into all tiers. Returns before a byte has moved: a lease on them, and for others.
+    def keep(self, key: bytes, features: Features, *, wait: bool) -> Kept:
+        """Take features into all tiers. Returns before a byte has moved; `let_go` or `lease_kept` is next.
 
         wait: wait for room on the way to the disk, rather than keep them in memory only.
         """
         features = self._copies.own(features)
         event = self._copies.mark()
         header = features.header(key)
-        lease = self._admit_to_device(header, features, event, "encoded")
+        admission = None if self.device is None else self.device.admit(header, features, event)
+        if self.device is not None and admission is not None and admission.is_new:
+            self.device.settle(admission.entry)
         self._send_to_host(header, features, event, wait=wait)
-        return lease, Made(features, event)
+        return Kept(Made(features, event), None if admission is None else admission.entry)
+
+    def let_go(self, kept: Kept) -> None:
+        if self.device is not None and kept.entry is not None:
+            self.device.release(kept.entry)
+
+    def lease_kept(self, key: bytes, kept: Kept) -> Lease:
+        """For the thread that has computed them."""
+        if self.device is None or kept.entry is None:
+            return self.lease_made(key, kept.made)
+        return self._lease_on_device(self.device, kept.entry, "encoded")
+
+    def lease_made(self, key: bytes, made: Made) -> Lease:
+        """For a thread that waited while another has computed them.
+
+        The tensors are those that were computed, no part of a tier that could use their memory again.
+        """
+        self._copies.order(made.features, made.event)
+        return Lease(key, made.features, "encoded")
 
     def _send_to_host(self, header: Header, features: Features, event: Event, *, wait: bool) -> None:
         if header.key in self.host:
@@ -318,11 +345,6 @@ class Stack:
             self.note_disk_error(exc)
 
     # Upkeep
-
-    def lease_made(self, key: bytes, made: Made) -> Lease:
-        """Of what another thread has computed: its tensors are no part of a tier that could reuse them."""
-        self._copies.order(made.features, made.event)
-        return Lease(key, made.features, "encoded")
 
     def delete(self, key: bytes) -> bool:
         """See FeatureStore.delete."""

@@ -164,8 +164,7 @@ class FeatureStore:
         if len(key) != DIGEST_BYTES:
             raise ConfigError(f"key: {len(key)} bytes; a feature key has {DIGEST_BYTES}")
         self._counts.add("puts")
-        lease, _ = self._stack.keep(key, features, wait=wait)
-        lease.release()
+        self._stack.let_go(self._stack.keep(key, features, wait=wait))
 
     # Computing what is missing
 
@@ -249,8 +248,9 @@ class FeatureStore:
                 outcome = computed.get(key)
                 if isinstance(outcome, Features):
                     try:
-                        found[key], made = self._stack.keep(key, outcome, wait=wait)
-                        land(key, made)
+                        kept = self._stack.keep(key, outcome, wait=wait)
+                        found[key] = self._stack.lease_kept(key, kept)
+                        land(key, kept.made)
                         continue
                     except Exception as exc:
                         outcome = exc

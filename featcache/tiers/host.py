@@ -41,14 +41,17 @@ class HostTier(MemoryTier):
         """The same as a writable memoryview."""
         return self._arena.memory(entry.space, entry.header.data_bytes)
 
-    def settle(self, entry: Entry, features: Features | None = None) -> None:
-        """The bytes of a PENDING entry are in the arena; leases show them there from now on."""
-        assert features is None, "the host tier shows what is in its arena"
-        header = entry.header
-        in_place = Features(tensors_of(header, self.data(entry)), header.layout, header.fingerprint)
-        with self._lock:
-            entry.event = None
-        super().settle(entry, in_place)
+    def _arrive(self, entry: Entry) -> None:
+        entry.features = entry.event = None  # from now on leases show what is in the arena
+
+    def features(self, entry: Entry) -> Features:
+        """What a held entry shows: views of the arena, or until its bytes are there what it is made of."""
+        features = entry.features
+        if features is None:
+            header = entry.header
+            features = Features(tensors_of(header, self.data(entry)), header.layout, header.fingerprint)
+            entry.features = features
+        return features
 
     def lend(self, header: Header, features: Features, event: torch.cuda.Event | None) -> Entry | None:
         """Show a record that has no space here while somebody else still writes it to disk.

@@ -42,7 +42,7 @@ class Entry:
     """One record in one memory tier. Only its tier writes to it, under the tier's lock.
 
     space: what the tier took for it; None if it is only lent (see HostTier.lend).
-    features: what a lease shows; None as long as there is nothing to show.
+    features: what a lease shows; None if the tier makes it when it is asked for, or has nothing to show yet.
     event: CUDA event after which `features` may be read; None if that is now.
     holds: leases, copies and writes that need it; nothing held is evicted.
     """
@@ -135,6 +135,11 @@ class MemoryTier:
             self._hold(entry)
             return entry
 
+    def features(self, entry: Entry) -> Features:
+        """What a held entry shows."""
+        assert entry.features is not None, f"{self.name}: nothing to show"
+        return entry.features
+
     def touch(self, key: bytes) -> None:
         """A use of `key` that a tier above has served."""
         with self._lock:
@@ -155,7 +160,7 @@ class MemoryTier:
         return len(self._entries)
 
     def _can_show(self, entry: Entry) -> bool:
-        return entry.features is not None
+        return entry.features is not None or entry.state is State.READY
 
     # Coming and going
 
@@ -187,13 +192,15 @@ class MemoryTier:
             self._admitted += 1
             return Admission(entry, True)
 
-    def settle(self, entry: Entry, features: Features | None = None) -> None:
+    def settle(self, entry: Entry) -> None:
         """The bytes of a PENDING entry are in place. One that was deleted meanwhile stays RETIRING."""
         with self._lock:
-            if features is not None:
-                entry.features = features
+            self._arrive(entry)
             if entry.state is State.PENDING:
                 entry.to(State.READY)
+
+    def _arrive(self, entry: Entry) -> None:
+        """What else changes with the arrival of an entry's bytes; under the lock."""
 
     def release(self, entry: Entry) -> None:
         """Give up one hold."""
