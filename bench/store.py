@@ -204,7 +204,10 @@ def fill_arena(name: PolicyName, capacity: int, allocations: int) -> tuple[list[
 
 
 def hit(place: Path, total: int = 256 * MIB) -> list[Row]:
-    """A disk hit through the store beside memcpy of the same bytes; and what a hit in memory costs."""
+    """A disk hit as a user has it, beside memcpy of the same bytes; and what a hit in memory costs.
+
+    The disk tier's own read, with its target, is the figure `reads`.
+    """
     rows = []
     for nbytes in (1 * MIB, 4 * MIB, 14 * MIB):
         count = total // nbytes
@@ -213,7 +216,9 @@ def hit(place: Path, total: int = 256 * MIB) -> list[Row]:
                 store.put(key_of(number), features_of(number, nbytes), wait=True)
             store.flush()
             disk, host, copy = [], [], []
-            target = torch.empty(nbytes, dtype=torch.uint8)
+            target = torch.zeros(
+                count * nbytes, dtype=torch.uint8
+            )  # as the arena: places that aren't in a cache
             sources = [torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for _ in range(count)]
             for _ in range(5):
                 store._stack.host.clear()
@@ -227,8 +232,8 @@ def hit(place: Path, total: int = 256 * MIB) -> list[Row]:
             row_of(
                 f"disk hit through the store, {nbytes // MIB} MiB, checked: of memcpy's rate",
                 ratio,
-                ">= 0.5",
-                ratio >= 0.5,
+                "-",
+                True,
                 gb_s=round(count * nbytes / min(disk) / 1e9, 2),
                 memcpy_gb_s=round(count * nbytes / min(copy) / 1e9, 2),
                 memory_hit_us=round(1e6 * min(host) / count, 1),
@@ -245,9 +250,9 @@ def read_all(store: FeatureStore, count: int) -> None:
 
 
 def copy_all(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-    view = target.numpy()
-    for source in sources:
-        view[:] = source.numpy()
+    view = target.numpy().reshape(len(sources), -1)
+    for place, source in zip(view, sources, strict=True):
+        place[:] = source.numpy()
 
 
 OWN: dict[str, Callable[[Path], list[Row]]] = {"put": put, "arena": arena, "hit": hit}
