@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from featcache.tiers.writer import DiskWriter
 log = logging.getLogger("featcache")
 
 _LOADERS = 64
+
+T = TypeVar("T")
 
 
 class Made(NamedTuple):
@@ -162,7 +164,7 @@ class Stack:
         except StoreClosedError:
             raise
         except StoreError as exc:
-            self.note_disk_error(exc)
+            self._note_disk_error(exc)
             header = None
         except RecordError as exc:
             self._count("rejected")
@@ -189,15 +191,7 @@ class Stack:
         for tier in (self.device, self.host):
             if tier is not None and (header := tier.header(key)) is not None:
                 return header.layout
-        if self.disk is None:
-            return None
-        try:
-            header = self.disk.header(key)
-        except StoreClosedError:
-            raise
-        except StoreError as exc:
-            self.note_disk_error(exc)
-            return None
+        header = self._ask_disk(lambda disk: disk.header(key))
         return None if header is None else header.layout
 
     def tier_of(self, key: bytes) -> TierName | None:
@@ -209,13 +203,25 @@ class Stack:
         return "disk" if self._is_on_disk(key) else None
 
     def _is_on_disk(self, key: bytes) -> bool:
+        return bool(self._ask_disk(lambda disk: disk.contains(key)))
+
+    def _ask_disk(self, question: Callable[[DiskTier], T]) -> T | None:
+        """The disk tier's answer; None without one, or if it can't be asked just now."""
+        if self.disk is None:
+            return None
         try:
-            return self.disk is not None and self.disk.contains(key)
+            return question(self.disk)
         except StoreClosedError:
             raise
         except StoreError as exc:
-            self.note_disk_error(exc)
-            return False
+            self._note_disk_error(exc)
+            return None
+
+    def _note_disk_error(self, exc: StoreError) -> None:
+        """One warning; requests go on without the disk tier."""
+        if self.disk_error is None:
+            log.warning("disk tier: can't be used (%s); going on without it", exc)
+        self.disk_error = str(exc)
 
     # The path of a new record
 
@@ -230,8 +236,13 @@ class Stack:
         admission = None if self.device is None else self.device.admit(header, features, event)
         if self.device is not None and admission is not None and admission.is_new:
             self.device.settle(admission.entry)
-        self._send_to_host(header, features, event, wait=wait)
-        return Kept(Made(features, event), None if admission is None else admission.entry)
+        kept = Kept(Made(features, event), None if admission is None else admission.entry)
+        try:
+            self._send_to_host(header, features, event, wait=wait)
+        except BaseException:
+            self.let_go(kept)
+            raise
+        return kept
 
     def let_go(self, kept: Kept) -> None:
         if self.device is not None and kept.entry is not None:
@@ -326,23 +337,11 @@ class Stack:
     # Aliases and encoders on disk
 
     def alias_on_disk(self, alias_key: bytes) -> bytes | None:
-        try:
-            return None if self.disk is None else self.disk.alias(alias_key)
-        except StoreClosedError:
-            raise
-        except StoreError as exc:
-            self.note_disk_error(exc)
-            return None
+        return self._ask_disk(lambda disk: disk.alias(alias_key))
 
     def put_encoder(self, fingerprint: bytes, description: Mapping[str, Any]) -> None:
-        if self.disk is None or self.writer is None:
-            return
-        try:
-            self.disk.put_encoder(fingerprint, description)
-        except StoreClosedError:
-            raise
-        except StoreError as exc:
-            self.note_disk_error(exc)
+        if self.writer is not None:
+            self._ask_disk(lambda disk: disk.put_encoder(fingerprint, description))
 
     # Upkeep
 
@@ -369,14 +368,7 @@ class Stack:
             raise StoreError(f"{failed - told} records could not be written to disk; they are in memory only")
 
     def disk_stats(self) -> DiskStats | None:
-        """None without a disk tier, or if it can't be read just now."""
-        try:
-            return None if self.disk is None else self.disk.stats()
-        except StoreClosedError:
-            raise
-        except StoreError as exc:
-            self.note_disk_error(exc)
-            return None
+        return self._ask_disk(lambda disk: disk.stats())
 
     def check(self) -> list[str]:
         """Recount all tiers; what doesn't add up."""
@@ -384,12 +376,6 @@ class Stack:
         tiers = [tier for tier in (self.device, self.host) if tier is not None]
         problems = [problem for tier in tiers for problem in tier.check()]
         return problems + ([] if self.disk is None else self.disk.check())
-
-    def note_disk_error(self, exc: StoreError) -> None:
-        """The disk tier can't be read just now: a miss, and one warning."""
-        if self.disk_error is None:
-            log.warning("disk tier: can't read (%s); going on without it", exc)
-        self.disk_error = str(exc)
 
     def close(self) -> None:
         """Finish copies and writes under way, and close every tier."""

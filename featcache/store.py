@@ -29,6 +29,7 @@ from featcache.features import DIGEST_BYTES, Features, Layout
 from featcache.flight import Flights
 from featcache.keys import EncoderFingerprint, FeatureKey
 from featcache.lease import Lease, TierName
+from featcache.outcomes import as_ours, in_order
 from featcache.settings import PolicyName
 from featcache.sizes import parse_size
 from featcache.stack import Made, Stack
@@ -77,7 +78,7 @@ class FeatureStore:
         host_bytes, disk_bytes, device_bytes: budgets, as bytes or "4GiB"; 0 is no such tier.
         device: a CUDA device, on which leases have their features; None is the host.
         readonly: never write to the disk tier.
-        policy: which features leave memory first, "s3fifo" or "lru".
+        policy: which features leave first, "s3fifo" or "lru".
         queue_bytes: features that may wait for the disk.
         sync: whether a commit is on the disk when it returns, see DiskTier.open.
 
@@ -99,7 +100,8 @@ class FeatureStore:
             raise ConfigError("host_bytes: 0, but features pass from the device to the disk by the host tier")
         disk, disk_error = None, None
         if path is not None and disk_size:
-            disk, disk_error = _open_disk(Path(path).expanduser(), disk_size, readonly=readonly, sync=sync)
+            folder = Path(path).expanduser()
+            disk, disk_error = _open_disk(folder, disk_size, readonly=readonly, policy=policy, sync=sync)
         counts = Counts()
         try:
             stack = Stack(
@@ -136,8 +138,16 @@ class FeatureStore:
         return lease
 
     def get_many(self, keys: Iterable[bytes]) -> list[Lease | None]:
-        """As `get`, for several keys, in order."""
-        return [self.get(key) for key in keys]
+        """As `get`, for several keys, in order. If one raises, no lease is left."""
+        leases: list[Lease | None] = []
+        try:
+            leases.extend(map(self.get, keys))
+        except BaseException:
+            for lease in leases:
+                if lease is not None:
+                    lease.release()
+            raise
+        return leases
 
     def layout(self, key: bytes) -> Layout | None:
         """The layout of held features; touches no tensor data, and is no use of them."""
@@ -195,7 +205,7 @@ class FeatureStore:
         An exception that is no FeatcacheError comes as a StoreError that it is the cause of.
         """
         outcomes = self._outcomes(keys, compute, wait=wait)
-        return [_as_ours(key, outcome) for key, outcome in zip(keys, outcomes, strict=True)]
+        return [as_ours(key, outcome) for key, outcome in zip(keys, outcomes, strict=True)]
 
     def _outcomes(self, keys: Sequence[bytes], compute: Compute, *, wait: bool) -> list[Lease | Exception]:
         self._require_open()
@@ -214,7 +224,7 @@ class FeatureStore:
                         found[other] = (
                             made if isinstance(made, Exception) else self._stack.lease_made(other, made)
                         )
-            return _in_order(keys, found)
+            return in_order(keys, found)
         except BaseException:
             for outcome in found.values():
                 if isinstance(outcome, Lease) and not outcome.is_released:
@@ -362,11 +372,12 @@ class FeatureStore:
 
 
 def _open_disk(
-    path: Path, max_bytes: int, *, readonly: bool, sync: bool
+    path: Path, max_bytes: int, *, readonly: bool, policy: PolicyName, sync: bool
 ) -> tuple[DiskTier | None, str | None]:
     """The disk tier as far as it can be had, and why it isn't what was asked for."""
     try:
-        return DiskTier.open(path, max_bytes=max_bytes, readonly=readonly, sync=sync), None
+        tier = DiskTier.open(path, max_bytes=max_bytes, readonly=readonly, policy=policy, sync=sync)
+        return tier, None
     except SchemaError:
         raise
     except StoreError as exc:
@@ -380,22 +391,3 @@ def _open_disk(
         return None, error
     log.warning("disk tier: can't be written (%s); it is used for reading only", error)
     return tier, error
-
-
-def _in_order(keys: Sequence[bytes], found: Mapping[bytes, Lease | Exception]) -> list[Lease | Exception]:
-    """The outcome of each key; where a key comes again, another lease on the same features."""
-    seen: set[bytes] = set()
-    outcomes: list[Lease | Exception] = []
-    for key in keys:
-        outcome = found[key]
-        outcomes.append(outcome.again() if key in seen and isinstance(outcome, Lease) else outcome)
-        seen.add(key)
-    return outcomes
-
-
-def _as_ours(key: bytes, outcome: Lease | Exception) -> Lease | FeatcacheError:
-    if isinstance(outcome, (Lease, FeatcacheError)):
-        return outcome
-    error = StoreError(f"computing {key.hex()[:12]} failed: {outcome!r}")
-    error.__cause__ = outcome
-    return error
