@@ -1,30 +1,37 @@
 """Paged attention for transformers' language models, registered through `AttentionInterface`.
 
-Several sequences are packed in one row. Each layer writes its new keys and values into the pool, then every
-sequence attends to its own blocks: prefills one by one, all decoding sequences in one call.
+Several sequences are packed in one row: first those that decode, one token each, then the prefills. Each layer
+writes its new keys and values into the pool; then every sequence attends to its own blocks. The model is given
+no cache: this is all that one does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.cache_utils import Cache
 
+from featcache.engine.flash import FlashStep, Layer, can_flash
 from featcache.engine.kv import BLOCK, KVPool
+from featcache.engine.parcel import Parcel
+from featcache.errors import ModelError
 
 NAME = "featcache_paged"
+
+# What some language models want of attention and this one can't do; to leave it out would be a wrong answer.
+_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """What one sequence adds to a step: `new` tokens at `start` of the packed row, after `past` held ones.
 
+    table: its blocks, those of the new tokens included.
     images: its runs of image tokens, as (start, stop) in the sequence, if they see each other both ways.
     """
 
@@ -38,90 +45,69 @@ class Span:
     def total(self) -> int:
         return self.past + self.new
 
+    def at(self, start: int) -> Span:
+        return replace(self, start=start)
 
-class PagedStep(Cache):  # type: ignore[misc]
-    """One forward's view of the pool. Takes the place of transformers' cache, which it only resembles."""
+    def slots(self, first: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Where in the pool its tokens [first, stop) are."""
+        begin = first // BLOCK
+        blocks = np.array(self.table[begin : -(-stop // BLOCK)], dtype=np.int64)
+        every = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+        return every[first - begin * BLOCK : stop - begin * BLOCK]
 
-    def __init__(self, pool: KVPool, spans: Sequence[Span], device: torch.device) -> None:
-        super().__init__(layers=[])
+
+class PagedStep:
+    """One forward's view of the pool.
+
+    spans: in order of `start`, those of one token first.
+    parcel: takes along what the device has to know; to be sent before the forward.
+    """
+
+    def __init__(self, pool: KVPool, spans: Sequence[Span], parcel: Parcel) -> None:
         self.pool = pool
-        self.prefills = [span for span in spans if span.new > 1 or span.past == 0]
-        self.decodes = [span for span in spans if span.new == 1 and span.past > 0]
+        device = pool.keys.device
+        self._slots = parcel.add(np.concatenate([span.slots(span.past, span.total) for span in spans]))
+        self.flash: FlashStep | None = None
+        self.plain = [(number, span) for number, span in enumerate(spans)]
+        if can_flash(pool):
+            self.flash = FlashStep([span for span in spans if not span.images], parcel)
+            self.plain = [(number, span) for number, span in self.plain if span.images]
+        self._tables: dict[int, slice | Any] = {}
+        for number, span in self.plain:
+            table = list(span.table[: -(-span.total // BLOCK)])
+            if table == list(range(table[0], table[0] + len(table))):
+                self._tables[number] = slice(table[0], table[0] + len(table))
+            elif span.past:
+                self._tables[number] = parcel.add(np.array(table, dtype=np.int64))
+        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         self._device = device
-        slots = [
-            span.table[at // BLOCK] * BLOCK + at % BLOCK
-            for span in spans
-            for at in range(span.past, span.total)
-        ]
-        self.slots = self._send(torch.tensor(slots))
-        self.prefill_slots = [self._send(_slots_of(span)) if span.past else None for span in self.prefills]
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
-        if self.decodes:
-            self._prepare_decodes()
 
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """To the device without waiting for it."""
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """New keys and values of one layer, (1, kv_heads, tokens, head_dim), into the pool."""
+        keys, values = self.pool.layer(layer)
+        slots = self._slots()
+        keys.flatten(0, 1).index_copy_(0, slots, key[0].transpose(0, 1))
+        values.flatten(0, 1).index_copy_(0, slots, value[0].transpose(0, 1))
 
-    def _prepare_decodes(self) -> None:
-        longest = max(span.total for span in self.decodes)
-        width = -(-longest // BLOCK)
-        tables = [[*span.table[:width], *[0] * (width - len(span.table))] for span in self.decodes]
-        self.decode_tables = self._send(torch.tensor(tables))
-        self.decode_rows = self._send(torch.tensor([span.start for span in self.decodes]))
-        totals = torch.tensor([span.total for span in self.decodes])
-        self.decode_totals = self._send(totals)
-        self.decode_width = width * BLOCK
-        self.needs_decode_mask = bool((totals != self.decode_width).any())
+    def held(self, pool: torch.Tensor, number: int, span: Span, first: int) -> torch.Tensor:
+        """(1, kv_heads, total - first, head_dim) of a span: a view where its blocks lie in one row."""
+        table = self._tables[number]
+        blocks = pool[table] if isinstance(table, slice) else pool.index_select(0, table())
+        return blocks.flatten(0, 1)[first : span.total].transpose(0, 1)[None]
 
-    def decode_mask(self, window: int | None) -> torch.Tensor | None:
-        """(decodes, 1, 1, width) bool: which tokens each decoding sequence sees."""
-        if not self.needs_decode_mask and (window is None or window >= self.decode_width):
-            return None
-        key = (-1, window)
-        if key not in self._masks:
-            at = torch.arange(self.decode_width, device=self._device)
-            seen = at < self.decode_totals[:, None]
-            if window is not None:
-                seen &= at >= self.decode_totals[:, None] - window
-            self._masks[key] = seen[:, None, None]
-        return self._masks[key]
-
-    def prefill_mask(self, number: int, window: int | None) -> torch.Tensor | None:
+    def mask(self, number: int, span: Span, window: int | None) -> torch.Tensor | None:
         """(new, total) bool for a prefill; None if plain causal attention says the same."""
-        span = self.prefills[number]
         if window is not None and window >= span.total:
             window = None
-        if window is None and not span.images and (span.past == 0 or span.new == 1):
+        if window is None and not span.images and not span.past:
             return None
         key = (number, window)
         if key not in self._masks:
-            self._masks[key] = self._send(_mask(span, window))
+            mask = _mask(span, window)
+            if self._device.type == "cuda":
+                mask = mask.pin_memory().to(self._device, non_blocking=True)
+            self._masks[key] = mask
         return self._masks[key]
-
-    # What transformers asks of a cache
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, kv_heads, tokens, head_dim) of one layer into the pool."""
-        pool_keys, pool_values = self.pool.layer(layer_idx)
-        pool_keys.flatten(0, 1).index_copy_(0, self.slots, keys[0].transpose(0, 1))
-        pool_values.flatten(0, 1).index_copy_(0, self.slots, values[0].transpose(0, 1))
-        return keys, values
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, int]:
-        return query_length, 0
-
-
-def _slots_of(span: Span) -> torch.Tensor:
-    table = torch.tensor(span.table[: -(-span.total // BLOCK)])
-    return (table[:, None] * BLOCK + torch.arange(BLOCK)).flatten()[: span.total]
 
 
 def _mask(span: Span, window: int | None) -> torch.Tensor:
@@ -149,46 +135,54 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, in the form that transformers calls.
 
-    query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim), already in the pool.
-    Returns (1, tokens, heads, head_dim).
+    query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim).
+    Returns (1, tokens, heads, head_dim). Raises ModelError if the model wants what this can't do.
     """
-    keys, values = paged.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]
-    output = torch.empty_like(query)
-    grouped = query.shape[1] != key.shape[1]
-    for number, span in enumerate(paged.prefills):
-        rows = slice(span.start, span.start + span.new)
-        slots = paged.prefill_slots[number]
-        if slots is None:
-            own_keys, own_values = key[:, :, rows], value[:, :, rows]
-        else:
-            own_keys = keys.flatten(0, 1).index_select(0, slots).transpose(0, 1)[None]
-            own_values = values.flatten(0, 1).index_select(0, slots).transpose(0, 1)[None]
-        mask = paged.prefill_mask(number, sliding_window)
-        if mask is not None and query.is_cuda and not span.images and not sliding_window:
-            mask = causal_lower_right(span.new, span.total)  # the same, in a form that flash kernels take
-        output[:, :, rows] = scaled_dot_product_attention(
-            query[:, :, rows],
-            own_keys,
-            own_values,
-            attn_mask=mask,
-            is_causal=mask is None and span.new > 1,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-    if paged.decodes:
-        asked = query[0].index_select(1, paged.decode_rows).transpose(0, 1)[:, :, None]
-        held_keys = keys[paged.decode_tables].flatten(1, 2).transpose(1, 2)
-        held_values = values[paged.decode_tables].flatten(1, 2).transpose(1, 2)
-        answer = scaled_dot_product_attention(
-            asked,
-            held_keys,
-            held_values,
-            attn_mask=paged.decode_mask(sliding_window),
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        output[0].index_copy_(1, paged.decode_rows, answer[:, :, 0].transpose(0, 1))
-    return output.transpose(1, 2).contiguous(), None
+    for name in _UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise ModelError(f"the language model's attention has {name}, which the native engine can't do")
+    number = int(module.layer_idx)  # type: ignore[arg-type]
+    paged.write(number, key, value)
+    layer = Layer(query, key, value, *paged.pool.layer(number), scaling, sliding_window)
+    output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    if paged.flash is not None:
+        paged.flash.attend(layer, output)
+    for at, span in paged.plain:
+        attend = _decode if span.new == 1 else _prefill
+        output[:, span.start : span.start + span.new] = attend(paged, at, span, layer)
+    return output, None
+
+
+def _decode(paged: PagedStep, at: int, span: Span, layer: Layer) -> torch.Tensor:
+    """One token: (1, 1, heads, head_dim). The heads that share keys are the rows of one product."""
+    first = 0 if layer.window is None else max(0, span.total - layer.window)
+    query = layer.query[:, :, span.start]
+    answer = scaled_dot_product_attention(
+        query.reshape(1, layer.key.shape[1], -1, query.shape[2]),
+        paged.held(layer.keys, at, span, first),
+        paged.held(layer.values, at, span, first),
+        scale=layer.scaling,
+    )
+    return answer.reshape(1, 1, query.shape[1], query.shape[2])
+
+
+def _prefill(paged: PagedStep, at: int, span: Span, layer: Layer) -> torch.Tensor:
+    """Several tokens: (1, new, heads, head_dim)."""
+    rows = slice(span.start, span.start + span.new)
+    query, key, value = layer.query[:, :, rows], layer.key[:, :, rows], layer.value[:, :, rows]
+    if span.past:
+        key, value = paged.held(layer.keys, at, span, 0), paged.held(layer.values, at, span, 0)
+    mask = paged.mask(at, span, layer.window)
+    answer = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=layer.scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return answer.transpose(1, 2)
 
 
 AttentionInterface.register(NAME, paged_attention)

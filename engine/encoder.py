@@ -221,7 +221,7 @@ class VisionEncoder:
 
     def layout(self, ref: ImageRef) -> Layout:
         """Token count and grid of an image. Raises ImageError if it isn't held and can't be encoded."""
-        return self._held_layout(ref) or self.prepare(ref).layout
+        return self._held_layout(ref) or ref.prepared.layout_made(lambda: self._preprocess(ref))
 
     def _held_layout(self, ref: ImageRef) -> Layout | None:
         if ref.layout is None:
@@ -232,7 +232,7 @@ class VisionEncoder:
         """As `layout`, for several images; those that have to be preprocessed are so in parallel."""
         missing = [ref for ref in refs if self._held_layout(ref) is None]
         if len(missing) > 1:
-            list(self._pool.map(self.prepare, missing))
+            list(self._pool.map(self.layout, missing))
         return [self.layout(ref) for ref in refs]
 
     def prepare(self, ref: ImageRef) -> Pixels:

@@ -1,14 +1,14 @@
-"""`Engine`: requests in, tokens out. One thread runs the model, one beside it encodes images.
+"""`Engine`: requests in, tokens out. One thread runs the model; two beside it get the features of images.
 
-A step: take what came in, see which images are wanted, admit, plan, run, choose, emit. Encoding runs on its own
-thread, so that a new image doesn't hold up those who are already reading.
+A step: take what came in, see which images are wanted, admit, plan, run, choose, emit. Encoding has its own
+thread, so that a new image doesn't hold up those who are already reading; and looking up has another one, so
+that neither does it hold up those whose images are known.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from featcache.engine.encoder import VisionEncoder
+from featcache.engine.encoding import EncodingThread, engine_error
 from featcache.engine.generation import FinishReason, Generation, Reply, TokenDelta
 from featcache.engine.kv import BLOCK, Blocks, block_bytes
 from featcache.engine.loading import Loaded
 from featcache.engine.prompt import Prompt
 from featcache.engine.runner import ModelRunner
 from featcache.engine.sampling import SamplingParams, TokenLogprobs
-from featcache.engine.scheduler import Part, Scheduler
+from featcache.engine.scheduler import Scheduler, Wanted
 from featcache.engine.sequence import Sequence, State
 from featcache.errors import (
     CancelledError,
@@ -33,7 +34,6 @@ from featcache.errors import (
     QueueFullError,
     RequestError,
 )
-from featcache.lease import Lease
 from featcache.sizes import parse_size
 
 log = logging.getLogger("featcache")
@@ -90,7 +90,9 @@ class Engine:
             reuses_prefixes=self.settings.prefix_cache,
             keeps_images_whole=family.bidirectional_images,
         )
-        self._encoding = _EncodingThread(encoder, loaded.device, self._wake)
+        self._encoder = encoder
+        self._encoding = EncodingThread("featcache-encode", encoder, self._wake)
+        self._looking_up = EncodingThread("featcache-lookup", encoder, self._wake)
         self._changed = threading.Condition()  # guards the four below
         self._incoming: deque[Sequence] = deque()
         self._num_open = 0
@@ -179,6 +181,7 @@ class Engine:
             self._news()
         self._thread.join()
         self._encoding.close()
+        self._looking_up.close()
 
     # The loop
 
@@ -211,24 +214,34 @@ class Engine:
         """One step of all sequences."""
         self._take_encoded()
         self._drop_cancelled()
-        self._encoding.want(self._scheduler.prepare())
+        self._get_features(self._scheduler.prepare())
         self._scheduler.admit()
         parts = self._scheduler.plan()
         if not parts:
             return
         try:
-            logits = self._runner.run(parts)
+            complete, logits = self._runner.run(parts)
             self._scheduler.computed(parts)
-            self._choose([part.sequence for part in parts if part.sequence.pending == 0], logits)
+            self._choose(complete, logits)
         except Exception as exc:  # out of memory, a bug: it ends these requests, not the engine
             log.exception("engine: a step failed")
             for sequence in {part.sequence for part in parts}:
                 if not sequence.is_over:
-                    self._fail(sequence, _engine_error(exc))
+                    self._fail(sequence, engine_error(exc))
         self._counts["steps"] += 1
 
+    def _get_features(self, all_wanted: Items[Wanted]) -> None:
+        """Those that are all held don't wait for those that have to be made."""
+        held, missing = [], []
+        for wanted in all_wanted:
+            keys = [wanted.sequence.prompt.images[image].key for image in wanted.images]
+            is_held = all(self._encoder.store.tier_of(key) is not None for key in keys)
+            (held if is_held else missing).append(wanted)
+        self._looking_up.want(held)
+        self._encoding.want(missing)
+
     def _take_encoded(self) -> None:
-        for encoded in self._encoding.take():
+        for encoded in [*self._looking_up.take(), *self._encoding.take()]:
             sequence = encoded.sequence
             sequence.encode_s += encoded.seconds
             if sequence.is_over:
@@ -236,7 +249,7 @@ class Engine:
                     lease.release()
                 continue
             sequence.leases |= encoded.leases
-            sequence.features_ready = encoded.event
+            sequence.features_ready = encoded.ready
             for image, lease in encoded.leases.items():
                 sequence.tiers[image] = sequence.tiers[image] or lease.tier
             if encoded.error is not None:
@@ -260,8 +273,8 @@ class Engine:
                     self._take_token(sequence, best[row], None)
                 else:
                     self._take_token(sequence, *sequence.sampler.choose(logits[row]))
-            except FeatcacheError as exc:
-                self._fail(sequence, exc)
+            except Exception as exc:  # of its logits hook, say
+                self._fail(sequence, engine_error(exc))
 
     def _take_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         sequence.mark("first token")
@@ -324,102 +337,6 @@ class Engine:
         self._take_encoded()
         for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
             self._fail(sequence, CancelledError("the engine was closed"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """What became of the images that one sequence wanted."""
-
-    sequence: Sequence
-    leases: dict[int, Lease]
-    error: FeatcacheError | None
-    event: torch.cuda.Event | None
-    seconds: float
-
-
-class _EncodingThread:
-    """Gets the features of images, for all sequences that wait for some, in one call."""
-
-    def __init__(self, encoder: VisionEncoder, device: torch.device, wake: Any) -> None:
-        self._encoder = encoder
-        self._wake = wake
-        self._stream = torch.cuda.Stream(device=device) if device.type == "cuda" else None
-        self._changed = threading.Condition()  # guards all below
-        self._wanted: deque[tuple[Sequence, list[int]]] = deque()
-        self._done: deque[_Encoded] = deque()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="featcache-encode", daemon=True)
-        self._thread.start()
-
-    def want(self, wanted: Items[tuple[Sequence, list[int]]]) -> None:
-        if wanted:
-            with self._changed:
-                self._wanted.extend(wanted)
-                self._changed.notify_all()
-
-    def take(self) -> list[_Encoded]:
-        with self._changed:
-            done = list(self._done)
-            self._done.clear()
-        return done
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._wanted and not self._closing:
-                    self._changed.wait()
-                if self._closing:
-                    return
-                wanted = list(self._wanted)
-                self._wanted.clear()
-            with torch.cuda.stream(self._stream):
-                done = self._encode(wanted)
-            with self._changed:
-                self._done.extend(done)
-            self._wake()
-
-    def _encode(self, wanted: Items[tuple[Sequence, list[int]]]) -> list[_Encoded]:
-        began = time.perf_counter()
-        refs = [sequence.prompt.images[image] for sequence, images in wanted for image in images]
-        try:
-            outcomes: list[Lease | FeatcacheError] = list(self._encoder.features(refs))
-        except Exception as exc:  # not of one image: of all
-            log.exception("engine: encoding failed")
-            outcomes = [_engine_error(exc)] * len(refs)
-        event = None if self._stream is None else self._stream.record_event()
-        seconds = time.perf_counter() - began
-        done = []
-        left = iter(outcomes)
-        for sequence, images in wanted:
-            leases: dict[int, Lease] = {}
-            error: FeatcacheError | None = None
-            for image in images:
-                outcome = next(left)
-                if isinstance(outcome, Lease):
-                    leases[image] = outcome
-                else:
-                    error = error or outcome
-            done.append(_Encoded(sequence, leases, error, event, seconds))
-        return done
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join()
-        for encoded in self.take():
-            for lease in encoded.leases.values():
-                lease.release()
-
-
-def _engine_error(exc: Exception) -> FeatcacheError:
-    if isinstance(exc, FeatcacheError):
-        return exc
-    if isinstance(exc, torch.OutOfMemoryError):
-        return RequestError("not enough memory for this request beside the others; try again later")
-    error = FeatcacheError(f"the engine failed on this request: {type(exc).__name__}")
-    error.__cause__ = exc
-    return error
 
 
 def _stop_ids(loaded: Loaded) -> frozenset[int]:

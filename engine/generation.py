@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from typing import Literal
 
 from featcache.engine.sampling import TokenLogprobs
 from featcache.errors import FeatcacheError
+
+log = logging.getLogger("featcache")
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 ImageTier = Literal["device", "host", "disk", "encoded", "prefix"]
@@ -102,7 +105,7 @@ class Generation:
             raise self._error
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener` with every delta, those so far first; on the engine's thread, so it must be quick."""
+        """Call `listener` with every delta, those so far first; quickly, for it is the engine's thread."""
         with self._changed:
             self._listener = listener
             while self._deltas:
@@ -143,8 +146,13 @@ class Generation:
             self._pass_on(TokenDelta("", (), finish_reason="error"))
 
     def _pass_on(self, delta: TokenDelta) -> None:
-        if self._listener is not None:
-            self._listener(delta)
-        else:
-            self._deltas.append(delta)
         self._changed.notify_all()
+        if self._listener is None:
+            self._deltas.append(delta)
+            return
+        try:
+            self._listener(delta)
+        except Exception:  # its event loop is closed, say: nobody wants the rest
+            log.warning("a listener failed, and its answer is cancelled", exc_info=True)
+            self._listener = None
+            self._on_cancel()

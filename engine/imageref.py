@@ -28,14 +28,19 @@ class Prepared:
 
     def pixels(self, make: Callable[[], Pixels]) -> Pixels:
         with self._lock:
-            if self._pixels is None:
-                self._pixels = make()
-                self._layout = self._pixels.layout
-                self.image = None
-            return self._pixels
+            return self._pixels or self._keep(make())
 
     def layout(self) -> Layout | None:
         return self._layout
+
+    def layout_made(self, make: Callable[[], Pixels]) -> Layout:
+        """The layout; unlike the pixels, it stays known when they were let go meanwhile."""
+        with self._lock:
+            return self._layout or self._keep(make()).layout
+
+    def _keep(self, pixels: Pixels) -> Pixels:
+        self._pixels, self._layout, self.image = pixels, pixels.layout, None
+        return pixels
 
     def let_go(self) -> None:
         self._pixels = self.image = None

@@ -37,6 +37,7 @@ class Blocks:
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._kept: OrderedDict[int, None] = OrderedDict()
+        self.epoch = 0  # raised by clear: what was computed before it is not for those who come after
         self.evicted = 0
 
     @property
@@ -109,6 +110,7 @@ class Blocks:
 
     def clear(self) -> int:
         """Let no published block be found any more. Returns how many there were."""
+        self.epoch += 1
         number = len(self._by_hash)
         for block in list(self._by_hash.values()):
             self._forget(block)

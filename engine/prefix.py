@@ -1,8 +1,8 @@
 """Which blocks of KV a prompt has in common with what was computed before.
 
-A block's hash stands for everything that its keys and values depend on: the hash of the block before it, its 16
-token ids, and for each image token in it the image's feature key and the row it stands for. The first block's
-parent is the salt. Hashes are blake3 at full width; the content is compared as well.
+A block's hash stands for everything that its keys and values depend on: the hash of the block before it, its
+16 token ids, and for each image token in it the image's feature key and the row it stands for. The first
+block's parent is the salt. Hashes are blake3 at full width; the content is compared as well.
 """
 
 from __future__ import annotations

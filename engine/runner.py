@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Parts
 
+import numpy as np
 import torch
 
 from featcache.engine.attention import NAME, PagedStep, Span
 from featcache.engine.kv import KVPool
 from featcache.engine.loading import Loaded
+from featcache.engine.parcel import Integers, Parcel
 from featcache.engine.scheduler import Part
 from featcache.engine.sequence import Sequence
 
@@ -25,29 +27,40 @@ class ModelRunner:
         # the vision tower keeps its own
         loaded.model.set_attn_implementation({"text_config": NAME})
 
-    def run(self, parts: Parts[Part]) -> torch.Tensor:
-        """Compute the parts; returns logits (parts that are complete, vocabulary), in order."""
-        spans, last = [], []
-        start = 0
-        for part in parts:
-            spans.append(self._span(part, start))
-            start += part.new
-            if part.start + part.new == len(part.sequence.ids):
-                last.append(start - 1)
-        index, rows = self._images(parts)
-        step = PagedStep(self.pool, spans, self._device)
-        ids = [i for part in parts for i in part.sequence.ids[part.start : part.start + part.new]]
-        return self._family.language_model_forward(
-            self._send(torch.tensor([ids])),
-            self._send(torch.cat([_positions(part) for part in parts], dim=1)),
-            self._send(torch.tensor(index, dtype=torch.int64)),
-            rows,
-            step,
-            self._send(torch.tensor(last, dtype=torch.int64)),
-            paged=step,
-        )
+    def run(self, parts: Parts[Part]) -> tuple[list[Sequence], torch.Tensor]:
+        """Compute the parts.
 
-    def _span(self, part: Part, start: int) -> Span:
+        Returns the sequences whose next token can be chosen, and their logits (sequences, vocabulary).
+        """
+        spans = [self._span(part) for part in parts]
+        # decodes first, then plain prefills, then those with masks of their own
+        order = sorted(range(len(parts)), key=lambda i: (parts[i].new > 1, bool(spans[i].images)))
+        parts = [parts[i] for i in order]
+        starts = np.concatenate([[0], np.cumsum([part.new for part in parts])]).tolist()
+        spans = [spans[i].at(start) for i, start in zip(order, starts, strict=False)]
+        complete = [
+            (part.sequence, start + part.new - 1)
+            for part, start in zip(parts, starts, strict=False)
+            if part.start + part.new == len(part.sequence.ids)
+        ]
+        index, rows = self._images(parts)
+        parcel = Parcel(self._device)
+        step = PagedStep(self.pool, spans, parcel)
+        ids = [i for part in parts for i in part.sequence.ids[part.start : part.start + part.new]]
+        sent = [
+            parcel.add(np.array([ids], dtype=np.int64)),
+            parcel.add(np.concatenate([_positions(part) for part in parts], axis=1)),
+            parcel.add(index),
+            parcel.add(np.array([last for _, last in complete], dtype=np.int64)),
+        ]
+        parcel.send()
+        ids_sent, positions, index_sent, last = (tensor() for tensor in sent)
+        logits = self._family.language_model_forward(
+            ids_sent, positions, index_sent, rows, None, last, paged=step
+        )
+        return [sequence for sequence, _ in complete], logits
+
+    def _span(self, part: Part) -> Span:
         images: tuple[tuple[int, int], ...] = ()
         if self._family.bidirectional_images and part.new > 1:
             stop = part.start + part.new
@@ -55,29 +68,30 @@ class ModelRunner:
             images = tuple(
                 (run.start, run.stop) for run in runs if run.start < stop and run.stop > part.start
             )
-        return Span(start, part.new, part.start, tuple(part.sequence.table), images)
+        return Span(0, part.new, part.start, part.sequence.table, images)
 
-    def _images(self, parts: Parts[Part]) -> tuple[list[int], Rows | None]:
+    def _images(self, parts: Parts[Part]) -> tuple[Integers, Rows | None]:
         """Where image tokens stand in the packed row, and their features."""
-        index: list[int] = []
+        index: list[Integers] = []
         found: dict[str, list[torch.Tensor]] = {}
         begin = 0
         for sequence, start, new in parts:
             stop = start + new
             if sequence.leases and sequence.features_ready is not None:
                 self._wait_for_features(sequence)
-            for run in sequence.prompt.runs:
+            runs = sequence.prompt.runs if start < sequence.num_prompt else ()
+            for run in runs:
                 first, last = max(run.start, start), min(run.stop, stop)
                 if first >= last:
                     continue
-                index += range(begin + first - start, begin + last - start)
+                index.append(np.arange(begin + first - start, begin + last - start))
                 row = run.row + first - run.start
                 for name, tensor in sequence.leases[run.image].features.tensors.items():
                     found.setdefault(name, []).append(tensor[row : row + last - first])
             begin += new
         if not index:
-            return index, None
-        return index, {name: torch.cat(tensors) for name, tensors in found.items()}
+            return np.zeros(0, dtype=np.int64), None
+        return np.concatenate(index), {name: torch.cat(tensors) for name, tensors in found.items()}
 
     def _wait_for_features(self, sequence: Sequence) -> None:
         """The encoder has its own stream: this one waits for it, on the device."""
@@ -88,16 +102,13 @@ class ModelRunner:
             for tensor in lease.features.tensors.values():
                 tensor.record_stream(stream)
 
-    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
 
-
-def _positions(part: Part) -> torch.Tensor:
+def _positions(part: Part) -> Integers:
     """(axes, new) of a part: the prompt's own, and counted on behind it."""
     prompt, stop = part.sequence.prompt, part.start + part.new
     end = len(prompt.ids)
-    inside = prompt.positions[:, part.start : min(stop, end)]
-    behind = torch.arange(max(part.start, end), max(stop, end)) + prompt.delta
-    return torch.cat([inside, behind.expand(inside.shape[0], -1)], dim=1)
+    inside = prompt.positions[:, part.start : min(stop, end)].numpy()
+    if stop <= end:
+        return inside
+    behind = np.arange(max(part.start, end), stop) + prompt.delta
+    return np.concatenate([inside, np.broadcast_to(behind, (inside.shape[0], behind.size))], axis=1)

@@ -1,8 +1,9 @@
 """`Scheduler`: which sequences run in a step, with how many tokens, on which blocks.
 
 Continuous batching: decoding sequences go first, one token each; what is left of the step's budget goes to
-prefills, in order of arrival and in chunks. A sequence is admitted when its prompt's blocks can be had; when
-decoding runs out of blocks, the youngest is preempted and computes its tokens again later.
+prefills, in order of arrival and in chunks. What several have in common is computed by the first of them; the
+others adopt its blocks. A sequence is admitted when its prompt's blocks can be had; when decoding runs out of
+blocks, the youngest is preempted and computes its tokens again later.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ from typing import NamedTuple
 from featcache.engine.kv import BLOCK, Blocks
 from featcache.engine.prefix import is_inside, longest_held
 from featcache.engine.sequence import Sequence, State
+
+
+class Wanted(NamedTuple):
+    """The numbers of those images of a sequence whose features it needs."""
+
+    sequence: Sequence
+    images: list[int]
 
 
 class Part(NamedTuple):
@@ -59,8 +67,8 @@ class Scheduler:
 
     # Which images are wanted
 
-    def prepare(self) -> list[tuple[Sequence, list[int]]]:
-        """Move on those that wait; returns sequences that want features, with the images' numbers."""
+    def prepare(self) -> list[Wanted]:
+        """Move on those that wait; returns what they want to be encoded or looked up."""
         wanted = []
         for sequence in self._next:
             if sequence.state is State.WAITING:
@@ -68,7 +76,7 @@ class Scheduler:
                 self.blocks.release(held)
                 if images := self._missing(sequence, len(held) * BLOCK):
                     sequence.to(State.ENCODING)
-                    wanted.append((sequence, images))
+                    wanted.append(Wanted(sequence, images))
                 else:
                     sequence.to(State.READY)
         return wanted
@@ -97,14 +105,17 @@ class Scheduler:
             self.blocks.release(held)
             sequence.to(State.WAITING)
             return True
-        fresh = self.blocks.allocate(sequence.num_blocks_wanted - len(held))
+        wanted = sequence.num_blocks_wanted - len(held)
+        spare = len(self.running)  # a block for each of those that decode, lest this one be preempted at once
+        fresh = self.blocks.allocate(wanted) if wanted + spare <= self.blocks.num_available else None
         if fresh is None:
             self.blocks.release(held)
             return False
         sequence.table = held + fresh
-        sequence.computed = sequence.published = len(held) * BLOCK
+        sequence.computed = len(held) * BLOCK
         sequence.published = len(held)
-        if sequence.cached is None:
+        sequence.epoch = self.blocks.epoch
+        if not sequence.is_preempted:
             sequence.cached = sequence.computed
         sequence.release_leases(sequence.computed)
         sequence.to(State.RUNNING)
@@ -115,30 +126,62 @@ class Scheduler:
 
     def plan(self) -> list[Part]:
         """What to compute in the next step."""
-        parts: list[Part] = []
         for sequence in [s for s in self.running if s.pending == 1]:
-            if sequence.state is State.RUNNING and self._grow(sequence):
-                parts.append(Part(sequence, sequence.computed, 1))
-        parts = [part for part in parts if part.sequence.state is State.RUNNING]  # others may be preempted
+            if sequence.state is State.RUNNING:
+                self._grow(sequence)  # which may preempt others, or itself
+        parts = [Part(s, s.computed, 1) for s in self.running if s.pending == 1]
         budget = self._max_batch_tokens - len(parts)
+        coming: set[bytes] = set()  # blocks that this step fills
         for sequence in [s for s in self.running if s.pending > 1]:
             if budget <= 0:
                 break
+            self._adopt(sequence)
+            if self._next_block(sequence) in coming:
+                continue  # somebody before it computes the same: it adopts that in the next step
             new = self._chunk(sequence, budget)
             parts.append(Part(sequence, sequence.computed, new))
             budget -= new
+            if self._reuses_prefixes:
+                full = range(sequence.computed // BLOCK, (sequence.computed + new) // BLOCK)
+                coming.update(sequence.chain.blocks[number].hash for number in full)
         return parts
+
+    def _adopt(self, sequence: Sequence) -> None:
+        """Take over the blocks that others have filled since this sequence was admitted."""
+        if not self._reuses_prefixes or sequence.computed % BLOCK or sequence.epoch != self.blocks.epoch:
+            return
+        for number in range(sequence.computed // BLOCK, (len(sequence.ids) - 1) // BLOCK):
+            block = self.blocks.find(*sequence.chain.blocks[number])
+            if block is None:
+                break
+            self.blocks.share(block)
+            self.blocks.release([sequence.table[number]])
+            sequence.table[number] = block
+            sequence.computed += BLOCK
+            sequence.published = number + 1
+            if not sequence.is_preempted:
+                sequence.cached += BLOCK
+        sequence.release_leases(sequence.computed)
+
+    def _next_block(self, sequence: Sequence) -> bytes | None:
+        """The hash of the block that it computes next, if another one could compute it for it."""
+        number, inside = divmod(sequence.computed, BLOCK)
+        if not self._reuses_prefixes or inside or number >= (len(sequence.ids) - 1) // BLOCK:
+            return None
+        return sequence.chain.blocks[number].hash
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """How much of a prefill fits; where images' tokens see each other both ways, no image is cut."""
         stop = sequence.computed + min(sequence.pending, budget)
+        if stop < len(sequence.ids) and stop // BLOCK * BLOCK > sequence.computed:
+            stop = stop // BLOCK * BLOCK  # full blocks, which others can adopt
         runs = sequence.prompt.runs
         if self._keeps_images_whole and is_inside(runs, stop):
             run = next(run for run in runs if run.start < stop < run.stop)
             stop = run.start if run.start > sequence.computed else run.stop
         return stop - sequence.computed
 
-    def _grow(self, sequence: Sequence) -> bool:
+    def _grow(self, sequence: Sequence) -> None:
         """A block for the next token; somebody younger may have to give way, or the sequence itself."""
         while sequence.num_blocks_wanted > len(sequence.table):
             block = self.blocks.allocate(1)
@@ -148,13 +191,13 @@ class Scheduler:
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is sequence:
-                return False
-        return True
+                return
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self._let_go(sequence)
         sequence.computed = sequence.published = 0
+        sequence.is_preempted = True
         sequence.to(State.WAITING)
         self.running.remove(sequence)
         self.waiting.insert(0, sequence)
@@ -165,7 +208,7 @@ class Scheduler:
         """The KV of these parts is in the pool: full blocks can be found from now on."""
         for sequence, start, new in parts:
             sequence.computed = start + new
-            if self._reuses_prefixes:
+            if self._reuses_prefixes and sequence.epoch == self.blocks.epoch:
                 self._publish(sequence)
             sequence.release_leases(sequence.computed)
 

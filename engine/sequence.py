@@ -51,9 +51,9 @@ class Sequence:
     """One request. Only the engine's thread touches it, but for `generation`.
 
     ids: prompt and answer. table: its blocks. computed: tokens whose KV is in them.
-    leases: of images whose rows are still to be prefilled, by number. features_ready: a CUDA event after which
-        they may be read. tiers: where each image came from, once that is known.
-    cached: prompt tokens whose KV was held when it began.
+    leases: of images whose rows are still to be prefilled, by number. features_ready: a CUDA event after
+        which they may be read. tiers: where each image came from, once that is known.
+    epoch: of the blocks when it was admitted. cached: prompt tokens that others had computed already.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class Sequence:
         self.table: list[int] = []
         self.computed = 0
         self.published = 0
-        self.cached: int | None = None
+        self.epoch = 0
+        self.cached = 0
+        self.is_preempted = False  # at least once: its own KV is found again, which isn't counted as cached
         self.leases: dict[int, Lease] = {}
         self.features_ready: torch.cuda.Event | None = None
         self.tiers: list[ImageTier | None] = [None] * len(prompt.images)
@@ -126,7 +128,7 @@ class Sequence:
         return Usage(
             prompt_tokens=self.num_prompt,
             completion_tokens=len(self.answer),
-            cached_tokens=self.cached or 0,
+            cached_tokens=self.cached,
             image_tokens=sum(layout.num_tokens for layout in self.prompt.layouts),
         )
 

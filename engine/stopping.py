@@ -30,7 +30,7 @@ class TextStream:
         return self._pass_on(self._decoded(is_last=True), is_last=True)
 
     def _decoded(self, *, is_last: bool = False) -> str:
-        """Text of tokens not yet read. A few read ones are decoded along, since spaces depend on neighbours."""
+        """Text of tokens not yet read; a few read ones are decoded along, as spaces depend on neighbours."""
         before = self._decode(self._ids[self._begin : self._read])
         now = self._decode(self._ids[self._begin :])
         if len(now) <= len(before) or (now.endswith(UNFINISHED) and not is_last):

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from featcache.errors import ConfigError, SchemaError, StoreClosedError, StoreError
-from featcache.features import Header, unpack
+from featcache.features import Header, checksum, unpack
 from featcache.tiers import schema
-from featcache.tiers.disk import DiskTier, _cut
+from featcache.tiers.batch import cut
+from featcache.tiers.disk import DiskTier
 from tests.records import MIB, data_of, header_of, key_of, read, record_of
 
 BUDGET = 64 * MIB
@@ -62,8 +63,9 @@ def test_a_stored_head_and_its_data_are_a_safetensors_record(tmp_path: Path) -> 
     with tier._env.read() as txn:
         row = txn.get(key_of(3), db=tier._env.tables["meta"])
         assert row is not None
-        _, head = schema.Entry.unpack(row)
-    key, features = unpack(head + (read(tier, 3) or b""))
+        header = schema.Entry.unpack(key_of(3), row).header(key_of(3))
+    data = read(tier, 3) or b""
+    key, features = unpack(header.to_bytes(checksum(header, [memoryview(data)])) + data)
     assert key == key_of(3) and features.layout == header_of(3, 64 << 10).layout
     tier.close()
 
@@ -71,7 +73,7 @@ def test_a_stored_head_and_its_data_are_a_safetensors_record(tmp_path: Path) -> 
 @given(sizes=st.lists(st.integers(0, 3 * schema.CHUNK + 7), max_size=6))
 def test_pieces_are_cut_into_chunks_without_loss(sizes: list[int]) -> None:
     pieces = [os.urandom(size) for size in sizes]
-    chunks = [bytes(chunk) for chunk in _cut([memoryview(piece) for piece in pieces])]
+    chunks = [bytes(chunk) for chunk in cut([memoryview(piece) for piece in pieces])]
     assert b"".join(chunks) == b"".join(pieces)
     assert all(len(chunk) == schema.CHUNK for chunk in chunks[:-1])
 

@@ -150,7 +150,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featcache.tiers.disk.RETRY_S", (0.0,))
+    monkeypatch.setattr("featcache.tiers.health.RETRY_S", (0.0,))
 
 
 @pytest.mark.usefixtures("no_wait")

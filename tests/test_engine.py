@@ -13,7 +13,8 @@ from pictures import noise
 
 from featcache import FeatureStore
 from featcache.engine import CachedVLM
-from featcache.engine.engine import EngineSettings
+from featcache.engine.encoder import VisionEncoder
+from featcache.engine.engine import Engine, EngineSettings
 from featcache.engine.loading import load_model
 from featcache.engine.prompt import build_prompt
 from featcache.features import Features
@@ -66,15 +67,19 @@ def folder(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) 
 
 
 def plain(folder: Path, dtype: str = "float32") -> CachedVLM:
-    """The engine with everything off: no tier keeps anything, and no block is reused."""
-    store = FeatureStore.open(None, host_bytes=0)
-    return CachedVLM.from_pretrained(
-        folder, store=store, dtype=dtype, device="cpu", settings=EngineSettings(prefix_cache=False)
-    )
+    """The engine with everything off: no tier keeps anything, and no block is reused.
+
+    Images go through the tower one by one, as they do when each is new in its turn: in bf16, another batch
+    has other last bits.
+    """
+    loaded, store = load_model(folder, dtype=dtype, device="cpu"), FeatureStore.open(None, host_bytes=0)
+    encoder = VisionEncoder(loaded, store, max_batch_cost=1)
+    engine = Engine(loaded, encoder, EngineSettings(prefix_cache=False))
+    return CachedVLM(loaded, store, encoder, engine, owns_store=True)
 
 
 def check_equal(folder: Path, tmp_path: Path, expected: list[list[int]], dtype: str) -> None:
-    """(c) features, (d) features and blocks, (e) after a restart, (f) in a batch: all as expected."""
+    """(c) features, (d) features and blocks, (e) after a restart, and in fp32 (f) in a batch: as expected."""
     conversations = turns(1)
     options: dict[str, Any] = {"store": tmp_path / "store", "dtype": dtype, "device": "cpu"}
     off = EngineSettings(prefix_cache=False)
@@ -93,8 +98,9 @@ def check_equal(folder: Path, tmp_path: Path, expected: list[list[int]], dtype: 
         assert [list(r.token_ids) for r in again] == expected
         assert all(r.usage.cached_tokens > 0 for r in again)
         assert vlm.encoder.stats()["preprocessed"] == 0
-        together = vlm.chat_batch([*conversations, *turns(50)[1:], *turns(60)], max_tokens=NEW_TOKENS)
-        assert [list(r.token_ids) for r in together[:3]] == expected  # type: ignore[union-attr]
+        if dtype == "float32":
+            together = vlm.chat_batch([*conversations, *turns(50)[1:], *turns(60)], max_tokens=NEW_TOKENS)
+            assert [list(r.token_ids) for r in together[:3]] == expected  # type: ignore[union-attr]
         assert vlm.engine.check() == [] and vlm.store.check() == [] and vlm.store.stats()
 
 
@@ -160,11 +166,11 @@ def test_prefill_logits_are_those_of_transformers(folder: Path, tmp_path: Path) 
         with CachedVLM.from_pretrained(folder, store=store, dtype="float32", device="cpu", settings=settings) as vlm:
             run = vlm.engine._runner.run
 
-            def spy(parts: Any, run: Any = run, seen: Any = seen) -> torch.Tensor:
-                logits = run(parts)
-                if len(logits):
+            def spy(parts: Any, run: Any = run, seen: Any = seen) -> Any:
+                sequences, logits = run(parts)
+                if sequences:
                     seen.append(logits[0].clone())
-                return logits
+                return sequences, logits
 
             vlm.engine._runner.run = spy  # type: ignore[method-assign]
             vlm.chat(messages, max_tokens=1)

@@ -33,7 +33,7 @@ from featcache.lease import Lease
 from featcache.tiers.claims import Claim, Claims
 
 TARGET_COST = 65_536  # vision patches in one batch at most: more at once isn't faster on any device
-READY_BYTES = 512 << 20  # of pixels that wait for the tower
+READY_BYTES = 256 << 20  # of pixels that wait for the tower
 INBOX_BYTES = 128 << 20  # of encoded images that wait for a worker
 DEFERRED_ITEMS, DEFERRED_BYTES = 1024, 128 << 20  # that wait for another run
 PATIENCE_S = 2.0  # for which a batch waits to be full while images come slowly

@@ -10,7 +10,7 @@ MODELS = ("tiny",)
 
 
 def bundled_model(name: str) -> Path:
-    """The folder of the bundled model `name`, as `from_pretrained` takes it. ConfigError for any other name."""
+    """The folder of the bundled model `name`, for `from_pretrained`. ConfigError for any other name."""
     if name not in MODELS:
         raise ConfigError(f"no bundled model is called {name!r}; there is: {', '.join(MODELS)}")
     return Path(__file__).parent / name

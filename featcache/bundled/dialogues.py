@@ -1,4 +1,4 @@
-"""Dialogues about fresh scenes: several turns, one to three pictures, shown at once or as the talk goes on."""
+"""Dialogues about fresh scenes: several turns, one to three pictures, shown at once or one by one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _THANKS = ("thanks", "thank you", "Thank you", "Thanks a lot")
 class Dialogue:
     """`messages` in the form that chat templates and OpenAI clients take, the right answers among them.
 
-    `answers[i]` and `kinds[i]` belong to the i-th turn; `scenes` are the pictures in the order they are shown.
+    `answers[i]` and `kinds[i]` belong to the i-th turn; `scenes` are the pictures in order.
     """
 
     messages: list[Message]

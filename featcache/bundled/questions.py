@@ -1,7 +1,7 @@
 """Questions about scenes that have one right answer, of nine kinds, in several phrasings each.
 
-A question is only made when the scene leaves no doubt: a figure near the border between two parts of the picture
-has no position, two stars of different colours have no one colour.
+A question is only made when the scene leaves no doubt: a figure near the border between two parts of the
+picture has no position, two stars of different colours have no one colour.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _typed(ask: str, rng: random.Random) -> str:
 
 
 def _naming(scene: Scene) -> Iterator[tuple[str, Figure]]:
-    """The names that fit one figure only: "red star", and "star", "red figure", "figure" where they suffice."""
+    """The names that fit one figure only: "red star"; "star", "red figure", "figure" where they suffice."""
     for figure in scene.figures:
         if len(scene.find(figure.shape, figure.colour)) == 1:
             yield f"{figure.colour} {figure.shape}", figure
@@ -229,7 +229,7 @@ _NOUNS = tuple(_nouns())
 
 
 def _counted(scene: Scene) -> dict[tuple[str | None, str | None], int]:
-    """How many figures there are of a shape and colour; None stands for any. What is missing there is none of."""
+    """How many figures there are of a shape and colour; None stands for any. Of what is missing, none."""
     return Counter(
         key
         for f in scene.figures
@@ -238,7 +238,7 @@ def _counted(scene: Scene) -> dict[tuple[str | None, str | None], int]:
 
 
 def _worth_asking(scene: Scene) -> Iterator[tuple[str, str | None, int]]:
-    """Noun, shape and number of what may be asked for: not what shares neither shape nor colour with a figure."""
+    """Noun, attribute and number of what may be asked for: what shares shape or colour with a figure."""
     counted = _counted(scene)
     for noun, shape, colour in _NOUNS:
         number = counted.get((shape, colour), 0)
@@ -303,7 +303,7 @@ def _presence(scene: Scene) -> Iterator[Fact]:
 
 
 def describe(scene: Scene) -> str:
-    """The scene in one line: figures by colour and shape (or only their number when they are many), then texts."""
+    """The scene in one line: figures by colour and shape (only their number if many), then texts."""
     parts: list[str] = []
     if len(scene.figures) > MAX_LISTED:
         parts.append(f"{NUMBERS[len(scene.figures)]} figures")

@@ -39,8 +39,7 @@ TOKEN_SIDE = 28  # pixels of the square that a model of this kind makes one toke
 MAX_FIGURES = 6
 MIN_FIGURE, MAX_FIGURE = 28, 88  # pixels of a figure's side
 FONT_SIZES = (28, 44)  # pixels; capitals are about 0.7 of it
-DEFAULT_FONT = "default"
-EXTRA_FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
+DEFAULT_FONT = "default"  # Pillow's own, which is always there
 
 _INKS: tuple[Rgb, ...] = ((20, 20, 24), (40, 40, 60), (70, 30, 30), (20, 50, 40))
 _SUPERSAMPLE = 3  # figures are drawn this much larger, then reduced, for smooth edges
@@ -147,15 +146,13 @@ class Scene:
         return picture
 
 
-def available_fonts() -> tuple[str, ...]:
-    """Pillow's own font, which is always there, and those of `EXTRA_FONTS` that this machine has."""
-    return (DEFAULT_FONT, *(name for name in EXTRA_FONTS if _has_font(name)))
-
-
 def make_scene(
     rng: random.Random, *, max_figures: int = MAX_FIGURES, fonts: Sequence[str] = (DEFAULT_FONT,)
 ) -> Scene:
-    """A fresh scene of up to `max_figures` figures, with or without a word and a number."""
+    """A fresh scene of up to `max_figures` figures, with or without a word and a number.
+
+    fonts: files to print with, as Pillow finds them; by default Pillow's own font, the one `tiny` was taught.
+    """
     width, height = _side(rng), _side(rng)
     ground = Ground(_pale(rng), _pale(rng), rng.random() < 0.5)
     boxes: list[Box] = []
@@ -176,7 +173,7 @@ def _side(rng: random.Random) -> int:
 
 
 def make_word(rng: random.Random) -> str:
-    """A common word, or (one in ten) letters in a row that can be spoken; lower case, capitals, or Capitalised."""
+    """A common word, or (one in ten) letters that can be spoken; lower case, capitals, or Capitalised."""
     while True:
         word = rng.choice(WORDS) if rng.random() < 0.9 else _spoken_letters(rng)
         word = rng.choice((str.lower, str.upper, str.upper, str.capitalize))(word)
@@ -316,13 +313,13 @@ def _outline(shape: str) -> list[tuple[float, float]]:
             (a, a),
         ]
     if shape == "heart":
-        turns = [i * math.pi / 24 for i in range(48)]
+        around = [i * math.pi / 24 for i in range(48)]
         curve = [
             (
                 16 * math.sin(t) ** 3,
                 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t),
             )
-            for t in turns
+            for t in around
         ]
         return [(0.5 + x / 33, 0.42 - y / 31) for x, y in curve]
     raise ConfigError(f"no such shape: {shape!r}; there are {', '.join(SHAPES)}")
@@ -339,12 +336,3 @@ def _font(name: str, size: int) -> ImageFont.FreeTypeFont:
 @lru_cache(maxsize=4096)
 def _ink_box(font: str, size: int, text: str) -> Box:
     return _font(font, size).getbbox(text)
-
-
-@lru_cache(maxsize=64)
-def _has_font(name: str) -> bool:
-    try:
-        ImageFont.truetype(name, 28)
-    except OSError:
-        return False
-    return True

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from featcache.bundled.dialogues import Dialogue, make_dialogue
+from featcache.bundled.questions import KINDS
 from featcache.bundled.scenes import COLOURS, MAX_FIGURES, SHAPES, Scene
 from featcache.bundled.tiny_model import (
     CONTEXT,
@@ -83,7 +84,7 @@ def patch_places(rows: int, columns: int) -> Array:
 
 
 def patch_labels(scene: Scene, rows: int, columns: int) -> Array:
-    """(rows * columns, 3) uint8: colour, shape and glyph at the centre of each patch, 0 where there is none."""
+    """(rows * columns, 3) uint8: colour, shape and glyph in the middle of each patch, 0 for none."""
     labels = np.zeros((rows, columns, 3), dtype=np.uint8)
     across, down = columns / scene.width, rows / scene.height
     for figure in scene.figures:
@@ -153,7 +154,7 @@ class Packer:
         return replace(row, positions=row.positions[:, : len(row.ids)])
 
     def _parts(self, message: dict[str, Any]) -> list[Any]:
-        """Token ids and pictures in the order of the chat template; an answer with its end is the second part."""
+        """Token ids and pictures in the order of the chat template; an answer is the second part."""
         head = [self._special[TURN], *self.encode(f"{message['role']}\n")]
         tail = [self._special[TURN_END], *self.encode("\n")]
         content = message["content"]
@@ -161,7 +162,7 @@ class Packer:
             return [head, [*self.encode(content[0]["text"]), tail[0]], tail[1:]]
         if isinstance(content, str):
             return [[*head, *self.encode(content), *tail]]
-        # The first text follows the head's newline, as the tokenizer sees it: the newline stays a token of its own.
+        # A text that follows the head's newline is encoded alone: the newline is a token of its own anyway.
         parts: list[Any] = [head]
         for part in content:
             if part["type"] == "image":
@@ -180,11 +181,13 @@ class Packer:
 def pack(rows: Sequence[Row], pad: int, kinds: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Tensors of a batch of rows.
 
-    ids (B, L) and positions (3, B, L), padded on the right; targets (T, 3): flat index into B * L, next token,
-    number of the answer in the batch; kinds: the kind of each answer. Of all images, smallest first: pixels
-    (P, 588) uint8, labels (P, 3) uint8, places (P, 2) uint8 (row and column), shares (P / 4, 2) (place of each
-    merged token's middle in its picture, 0..1), slots (P / 4): its flat index into B * L, chunks: for each group
-    of images what `_padded_layout` says.
+    - ids (B, L) and positions (3, B, L), padded on the right
+    - targets (T, 3): flat index into B * L, next token, number of the answer in the batch
+    - kinds: the kind of each answer
+    - of the P patches of all images, smallest image first: pixels (P, 588) uint8, labels (P, 3) uint8 and
+      places (P, 2), row and column; of their merged tokens: shares (P / 4, 2), where in its picture the
+      middle lies, 0..1, and slots (P / 4), the flat index into B * L
+    - chunks: what `_padded_layout` says of each group of images
     """
     length = max(len(r.ids) for r in rows)
     length += -length % 32
@@ -243,7 +246,7 @@ def _num_tokens(picture: Image.Image) -> int:
 
 
 def _image_span(rows: int, columns: int, position: int) -> tuple[int, Array]:
-    """Number of merged tokens, and their M-RoPE positions (3, tokens): one time, rows and columns counted on."""
+    """Number of merged tokens, and their M-RoPE positions (3, tokens): one time, rows, columns."""
     row, column = np.divmod(np.arange(rows * columns), columns)
     return rows * columns, position + np.stack([np.zeros_like(row), row, column])
 
@@ -252,13 +255,20 @@ class Dialogues(Dataset[dict[str, Any]]):
     """Batch number i of a seed: always the same, whoever makes it, in whatever order.
 
     The first `easy` batches show one or two figures and ask short dialogues, so that sight comes before talk.
+    kinds: of questions; one that is named twice is asked twice as often.
     """
 
     def __init__(
-        self, packer: Packer, seed: str, number: int, size: int, easy: int, fonts: Sequence[str]
+        self,
+        packer: Packer,
+        seed: str,
+        number: int,
+        size: int,
+        easy: int,
+        kinds: Sequence[str] = KINDS,
     ) -> None:
         self._packer, self._seed, self._number, self._size = packer, seed, number, size
-        self._easy, self._fonts = easy, fonts
+        self._easy, self._kinds = easy, kinds
 
     def __len__(self) -> int:
         return self._number
@@ -271,6 +281,12 @@ class Dialogues(Dataset[dict[str, Any]]):
             pictures = 1 if index < self._easy else rng.choices((1, 2, 3), (42, 40, 18))[0]
             turns = TURNS[pictures]
             dialogues.append(
-                make_dialogue(rng, pictures=pictures, turns=turns, max_figures=most, fonts=self._fonts)
+                make_dialogue(
+                    rng,
+                    pictures=pictures,
+                    turns=turns,
+                    max_figures=most,
+                    kinds=self._kinds,
+                )
             )
         return self._packer.batch(dialogues, MAX_TOKENS)

@@ -108,8 +108,8 @@ def make_config(tokenizer: Any) -> Any:
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": CONTEXT,
-            # A low base and a wide share for the columns: with the usual ones, neighbouring columns of so small
-            # a picture would turn by less than a hundredth of a radian.
+            # A low base and a wide share for the columns: with the usual ones, neighbouring columns would
+            # turn by less than a hundredth of a radian.
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [4, 12, 16]},
             "rms_norm_eps": 1e-6,
             "bos_token_id": token[END],
@@ -157,7 +157,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _corpus() -> list[str]:
-    """Questions and answers of 1,500 scenes, without what is printed in them: that is spelled, not memorised."""
+    """Questions and answers of 1,500 scenes, without what is printed there: that is to be spelled."""
     rng = random.Random("tokenizer of tiny")
     texts = [*COLOURS, *SHAPES, "You are a helpful assistant.", "user", "assistant", "system"] * 50
     for _ in range(1500):

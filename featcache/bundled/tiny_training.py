@@ -1,7 +1,7 @@
 """What `tiny` learns from: one forward pass over a packed batch, with hints for the eye beside the answers.
 
-The tower and the language model are transformers' own modules. Only the walk over images differs: there each image
-attends alone, one call an image and layer; here a batch's images attend in a few padded groups, with equal results.
+The tower and the language model are transformers' own modules. Only the walk over images differs: there each
+image attends alone, one call an image and layer; here they attend in a few padded groups. The results are equal.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NUM_LABELS = (len(COLOURS) + 1, len(SHAPES) + 1, len(GLYPHS) + 1)
 
 
 class Hints(nn.Module):
-    """A head for training only: reads colour, shape and glyph at each patch, and the place, off a merged token.
+    """A head for training only: reads colour, shape and glyph of each patch, and its place, off a token.
 
-    A small model that hears of a picture through answers alone stays blind for long; this opens its eye at once.
+    A small model that hears of a picture through answers alone stays blind for long; this opens its eye.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -79,7 +79,7 @@ def see(visual: Any, batch: dict[str, Any]) -> Tensor:
 def embed_patches(patch_embed: Any, pixels: Tensor) -> Tensor:
     """uint8 patches (P, 588), scaled as the image processor does, through the patch convolution.
 
-    An image stands for two equal frames: the kernel's two time slices are summed instead of doubling the image.
+    An image stands for two equal frames: the kernel's two time slices are summed, the image isn't doubled.
     """
     mean = torch.tensor(OPENAI_CLIP_MEAN, device=pixels.device).repeat_interleave(PATCH * PATCH)
     std = torch.tensor(OPENAI_CLIP_STD, device=pixels.device).repeat_interleave(PATCH * PATCH)
@@ -91,7 +91,9 @@ def _attend(attn: Any, x: Tensor, turn: tuple[Tensor, Tensor], chunks: Sequence[
     query, key = apply_rotary_pos_emb_vision(query, key, *turn)
     qkv = torch.stack((query, key, value), dim=1)
     outputs = []
-    for part, (mask, places) in zip(qkv.split([len(places) for _, places in chunks]), chunks, strict=True):
+    for part, (mask, places) in zip(
+        torch.split(qkv, [len(places) for _, places in chunks]), chunks, strict=True
+    ):
         # index_copy and index_select, not indexing: the gradient of an indexed read sorts, ten times as slow.
         padded = part.new_zeros(mask.numel(), *part.shape[1:]).index_copy(0, places, part)
         q, k, v = padded.view(*mask.shape, *part.shape[1:]).permute(2, 0, 3, 1, 4).unbind(0)
@@ -102,7 +104,7 @@ def _attend(attn: Any, x: Tensor, turn: tuple[Tensor, Tensor], chunks: Sequence[
 
 
 def right_by_kind(is_right: Tensor, batch: dict[str, Any]) -> dict[str, list[bool]]:
-    """For every answer of a batch, by kind: would greedy decoding, up to the end of turn, have given it exactly?"""
+    """For every answer of a batch, by kind: would greedy decoding have given exactly it, and stopped?"""
     answer = batch["targets"][:, 2].cpu()
     wrong = torch.zeros(len(batch["kinds"]), dtype=torch.int64).index_add_(
         0, answer, (~is_right.cpu()).long()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from featcache.errors import StoreClosedError, StoreError
 from featcache.features import Header
-from featcache.tiers.disk import MAX_BATCH_BYTES, DiskTier
+from featcache.tiers.disk import DiskTier
 
 log = logging.getLogger("featcache")
 
@@ -31,13 +31,16 @@ class _Waiting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriterStats:
-    """waiting, waiting_bytes: queued or being written now. dropped: refused because the queue was full."""
+    """waiting, waiting_bytes: queued or being written now. dropped: refused because the queue was full.
+    failed: taken, and not stored.
+    """
 
     waiting: int
     waiting_bytes: int
     max_bytes: int
     written: int
     dropped: int
+    failed: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,6 +61,7 @@ class DiskWriter:
         self._finished = 0
         self._written = 0
         self._dropped = 0
+        self._failed = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="featcache-writer", daemon=True)
         self._thread.start()
@@ -112,6 +116,8 @@ class DiskWriter:
     def _check_open(self) -> None:
         if self._closing:
             raise StoreClosedError("the store is closed")
+        if not self._thread.is_alive():
+            raise StoreClosedError("opened before this process was forked; open the store again in the child")
 
     def _run(self) -> None:
         while True:
@@ -127,9 +133,11 @@ class DiskWriter:
                 self._changed.wait(IDLE_S)
             batch: list[_Waiting] = []
             size = 0
-            while self._queue and len(batch) < BATCH_RECORDS and (not batch or size < MAX_BATCH_BYTES):
+            while self._queue and len(batch) < BATCH_RECORDS:
+                size += self._queue[0].header.data_bytes
+                if batch and size > self._tier.batch_bytes:
+                    break
                 batch.append(self._queue.popleft())
-                size += batch[-1].header.data_bytes
             aliases, self._aliases_under_way = dict(self._aliases), set(self._aliases)
             self._under_way = len(batch)
             return batch, aliases, self._closing and not self._queue
@@ -137,18 +145,27 @@ class DiskWriter:
     def _write(self, batch: list[_Waiting], aliases: dict[bytes, bytes]) -> Sequence[bool]:
         try:
             return self._tier.write([(w.header, w.pieces) for w in batch], aliases).outcomes
-        except Exception:  # a bug of ours must not end the thread that others wait for
-            log.exception("disk tier: a batch of %d records was dropped", len(batch))
-            return [False] * len(batch)
+        except Exception:  # one bad record must not take the others along, nor end the thread
+            if len(batch) + len(aliases) <= 1:
+                log.exception("disk tier: a record was dropped")
+                return [False] * len(batch)
+            log.exception("disk tier: a batch failed; its records are written one by one")
+        for alias_key, value in aliases.items():
+            self._write([], {alias_key: value})
+        return [self._write([waiting], {})[0] for waiting in batch]
 
     def _finish(self, batch: list[_Waiting], outcomes: Sequence[bool]) -> None:
         for waiting, stored in zip(batch, outcomes, strict=True):
-            waiting.on_done(stored)
+            try:
+                waiting.on_done(stored)
+            except Exception:  # a bug of the caller's must not end the thread that others wait for
+                log.exception("disk tier: what should follow a write failed")
         with self._changed:
             self._bytes -= sum(waiting.header.data_bytes for waiting in batch)
             self._under_way = 0
             self._finished += len(batch)
             self._written += sum(outcomes)
+            self._failed += outcomes.count(False)
             for alias_key in self._aliases_under_way:
                 self._aliases.pop(alias_key, None)
             self._changed.notify_all()
@@ -161,6 +178,7 @@ class DiskWriter:
                 max_bytes=self._max_bytes,
                 written=self._written,
                 dropped=self._dropped,
+                failed=self._failed,
             )
 
     def close(self) -> None:

@@ -1,0 +1,131 @@
+"""Attention on CUDA in half precision: flash kernels for prefills, a paged kernel for decoding.
+
+Prefills gather the keys and values that their sequences hold and go through torch's variable-length attention
+in one call (its own paged form wants pages of 256 tokens). Decoding sequences are read from the pool in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from featcache.engine.kv import BLOCK, KVPool
+from featcache.engine.parcel import Integers, Parcel, Sent
+
+if TYPE_CHECKING:
+    from featcache.engine.attention import Span
+
+
+_VARLEN_HAS = frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def can_flash(pool: KVPool) -> bool:
+    """Whether this pool's device, dtype and shape are for these kernels."""
+    keys = pool.keys
+    is_half = keys.dtype in (torch.bfloat16, torch.float16)
+    fits = keys.shape[-1] % 8 == 0 and keys.shape[-1] <= 256
+    return keys.is_cuda and is_half and fits and {"window_size", "scale"} <= _VARLEN_HAS
+
+
+class Layer(NamedTuple):
+    """One layer's attention: of whom, over what.
+
+    query: (1, heads, tokens, head_dim). key, value: (1, kv_heads, tokens, head_dim), in the pool already.
+    keys, values: the layer's pool, each (blocks, BLOCK, kv_heads, head_dim). window: tokens that are seen, the
+    asking one included; None for all.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    scaling: float | None
+    window: int | None
+
+
+class DecodeTables(NamedTuple):
+    """What the paged kernel reads. blocks: (sequences, width) int64; totals: (sequences,) int64, at most
+    `longest` each.
+    """
+
+    blocks: torch.Tensor
+    totals: torch.Tensor
+    longest: int
+
+
+class FlashStep:
+    """The spans of a step that need no mask of their own: its first `num_tokens` tokens, decodes first."""
+
+    def __init__(self, spans: Sequence[Span], parcel: Parcel) -> None:
+        decodes = [span for span in spans if span.new == 1]
+        prefills = [span for span in spans if span.new > 1]
+        self.num_decodes = len(decodes)
+        self.num_tokens = len(decodes) + sum(span.new for span in prefills)
+        self._blocks = parcel.add(decode_blocks(decodes)) if decodes else None
+        self._totals = parcel.add(np.array([span.total for span in decodes], dtype=np.int64))
+        self._longest = max((span.total for span in decodes), default=0)
+        self._has_prefills = bool(prefills)
+        self._held: Sent | None = None
+        if prefills:
+            self._starts_new = parcel.add(_starts([span.new for span in prefills]))
+            self._starts_all = parcel.add(_starts([span.total for span in prefills]))
+            self._most_new = max(span.new for span in prefills)
+            self._most_all = max(span.total for span in prefills)
+            if any(span.past for span in prefills):
+                self._held = parcel.add(np.concatenate([span.slots(0, span.total) for span in prefills]))
+        self._bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def attend(self, layer: Layer, output: torch.Tensor) -> None:
+        """Fill output (1, tokens, heads, head_dim) for its tokens."""
+        if self._blocks is not None:
+            from featcache.engine.paged_decode import paged_decode
+
+            rows = slice(self.num_decodes)
+            paged_decode(layer, DecodeTables(self._blocks(), self._totals(), self._longest), output[0, rows])
+        if self._has_prefills:
+            rows = slice(self.num_decodes, self.num_tokens)
+            output[0, rows] = self._prefill(layer, rows)
+
+    def _prefill(self, layer: Layer, rows: slice) -> torch.Tensor:
+        if self._held is None:
+            key, value = layer.key[0, :, rows].transpose(0, 1), layer.value[0, :, rows].transpose(0, 1)
+        else:
+            held = self._held()
+            key = layer.keys.flatten(0, 1).index_select(0, held)
+            value = layer.values.flatten(0, 1).index_select(0, held)
+        if self._bounds is None:
+            self._bounds = self._starts_new().to(torch.int32), self._starts_all().to(torch.int32)
+        query = layer.query[0, :, rows].transpose(0, 1)
+        left = -1 if layer.window is None or layer.window >= self._most_all else layer.window - 1
+        grouped = {"enable_gqa": True} if "enable_gqa" in _VARLEN_HAS else {}  # earlier, it went unasked
+        answer: torch.Tensor = varlen_attn(
+            query,
+            key,
+            value,
+            *self._bounds,
+            self._most_new,
+            self._most_all,
+            scale=layer.scaling,
+            window_size=(left, 0),
+            **grouped,
+        )
+        return answer
+
+
+def decode_blocks(spans: Sequence[Span], width: int | None = None) -> Integers:
+    """(spans, width) block numbers, filled up with 0."""
+    counts = [-(-span.total // BLOCK) for span in spans]
+    blocks = np.zeros((len(spans), width or max(counts)), dtype=np.int64)
+    for row, (span, count) in enumerate(zip(spans, counts, strict=True)):
+        blocks[row, :count] = span.table[:count]
+    return blocks
+
+
+def _starts(lengths: Sequence[int]) -> Integers:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
