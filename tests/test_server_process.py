@@ -39,9 +39,10 @@ def ask(url: str, doc: dict[str, Any]) -> Any:
     return answer.json()
 
 
-def test_sigterm_lets_answers_finish_writes_what_is_queued_and_ends_well(model: str, tmp_path: Path) -> None:
-    with ServeCommand(model, tmp_path, "--drain-timeout", "20") as command:
+def test_sigterm_lets_answers_finish_writes_what_is_queued_and_ends_well(tmp_path: Path) -> None:
+    with ServeCommand("tiny", tmp_path, "--drain-timeout", "20") as command:
         command.wait_ready()
+        assert HTTP.get(f"{command.url}/v1/models").json()["data"][0]["id"] == "tiny"
         long = body(1, max_tokens=400, ignore_eos=True, stream=True)
         with httpx.stream("POST", command.url + CHAT, json=long, timeout=60) as stream:
             lines = stream.iter_lines()
