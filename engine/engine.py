@@ -12,7 +12,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 

@@ -1,18 +1,18 @@
 """Every error that featcache raises on purpose.
 
-    FeatcacheError
-    ├── ConfigError            a setting, path or option that can't be used
-    ├── ImageError             one input that can't be an image: names it and says why
-    ├── RecordError            bytes that aren't the record they should be
-    ├── StoreError             the store as a whole
-    │   ├── StoreClosedError   used after close(), or after fork()
-    │   └── SchemaError        made by another version of featcache
-    ├── LeaseError             released twice, or used after release
-    ├── ModelError             a model that can't be loaded, or not be cached exactly
-    └── RequestError           a request that can't be served as it stands
-        ├── ContextLengthError longer than the model or the engine allows
-        ├── QueueFullError     too many requests are waiting
-        └── CancelledError     the caller, or close(), ended it
+FeatcacheError
+├── ConfigError            a setting, path or option that can't be used
+├── ImageError             one input that can't be an image: names it and says why
+├── RecordError            bytes that aren't the record they should be
+├── StoreError             the store as a whole
+│   ├── StoreClosedError   used after close(), or after fork()
+│   └── SchemaError        made by another version of featcache
+├── LeaseError             released twice, or used after release
+├── ModelError             a model that can't be loaded, or not be cached exactly
+└── RequestError           a request that can't be served as it stands
+    ├── ContextLengthError longer than the model or the engine allows
+    ├── QueueFullError     too many requests are waiting
+    └── CancelledError     the caller, or close(), ended it
 """
 
 from __future__ import annotations

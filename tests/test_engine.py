@@ -27,7 +27,12 @@ Message = dict[str, Any]
 def turns(seed: int) -> list[list[Message]]:
     """Three turns of one conversation with two images; what the assistant said is given."""
     first, second = noise(100, 60, seed), noise(70, 90, seed + 1000)
-    one = [{"role": "user", "content": [{"type": "image", "image": first}, {"type": "text", "text": "what is it"}]}]
+    one = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": first}, {"type": "text", "text": "what is it"}],
+        }
+    ]
     two = [
         *one,
         {"role": "assistant", "content": [{"type": "text", "text": "a cat sitting on the mat"}]},
@@ -39,7 +44,10 @@ def turns(seed: int) -> list[list[Message]]:
     three = [
         *two,
         {"role": "assistant", "content": [{"type": "text", "text": "the left one is larger"}]},
-        {"role": "user", "content": [{"type": "text", "text": "which of both is red and how many are there"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "which of both is red and how many are there"}],
+        },
     ]
     return [one, two, three]
 
@@ -163,7 +171,9 @@ def test_prefill_logits_are_those_of_transformers(folder: Path, tmp_path: Path) 
         seen: list[torch.Tensor] = []
         store = FeatureStore.open(None)
         settings = EngineSettings(max_batch_tokens=chunk)
-        with CachedVLM.from_pretrained(folder, store=store, dtype="float32", device="cpu", settings=settings) as vlm:
+        with CachedVLM.from_pretrained(
+            folder, store=store, dtype="float32", device="cpu", settings=settings
+        ) as vlm:
             run = vlm.engine._runner.run
 
             def spy(parts: Any, run: Any = run, seen: Any = seen) -> Any:
