@@ -16,6 +16,13 @@ def noise(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
+def patches(width: int, height: int, seed: int) -> Image.Image:
+    """4x4 fields of random colours: to a random model, two of these differ far more than two of noise."""
+    generator = np.random.default_rng([width, height, seed])
+    fields = Image.fromarray(generator.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+    return fields.resize((width, height), Image.Resampling.NEAREST)
+
+
 def encoded(image: Image.Image, kind: str = "PNG", **kwargs: Any) -> bytes:
     out = BytesIO()
     image.save(out, kind, **kwargs)
