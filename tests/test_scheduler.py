@@ -122,8 +122,7 @@ def test_limits_are_told_by_name_and_harm_nobody(opened: Callable[..., CachedVLM
     assert vlm.chat(messages(1), max_tokens=500, ignore_eos=True).finish_reason == "length"
     held = [vlm.submit(messages(n), max_tokens=30, ignore_eos=True) for n in range(2)]
     with pytest.raises(QueueFullError):
-        for n in range(10):
-            held.append(vlm.submit(messages(n), max_tokens=30, ignore_eos=True))
+        held.extend(vlm.submit(messages(n), max_tokens=30, ignore_eos=True) for n in range(10))
     for generation in held:
         assert generation.result(60).finish_reason == "length"
     with pytest.raises(RequestError, match="max_tokens"):
@@ -228,7 +227,7 @@ def test_random_comings_and_goings_leak_nothing(opened: Callable[..., CachedVLM]
     reference = opened()
     vlm = opened(kv_bytes=blocks_of(reference, 40), max_batch_tokens=64, max_running=8)
     running = []
-    for n in range(60):
+    for _ in range(60):
         seed = rng.randrange(8)
         running.append((seed, vlm.submit(messages(seed, 12), max_tokens=rng.randint(1, 20))))
         if rng.random() < 0.3:
