@@ -8,7 +8,7 @@ no cache: this is all that one does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,9 @@ class Span:
     def total(self) -> int:
         return self.past + self.new
 
+    def at(self, start: int) -> Span:
+        return replace(self, start=start)
+
     def slots(self, first: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Where in the pool its tokens [first, stop) are."""
         begin = first // BLOCK
@@ -58,17 +61,16 @@ class PagedStep:
 
     spans: in order of `start`, those of one token first.
     parcel: takes along what the device has to know; to be sent before the forward.
-    width: blocks of a sequence at most, if that has to be the same for other steps too.
     """
 
-    def __init__(self, pool: KVPool, spans: Sequence[Span], parcel: Parcel, width: int | None = None) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span], parcel: Parcel) -> None:
         self.pool = pool
         device = pool.keys.device
         self._slots = parcel.add(np.concatenate([span.slots(span.past, span.total) for span in spans]))
         self.flash: FlashStep | None = None
         self.plain = [(number, span) for number, span in enumerate(spans)]
         if can_flash(pool):
-            self.flash = FlashStep([span for span in spans if not span.images], parcel, width)
+            self.flash = FlashStep([span for span in spans if not span.images], parcel)
             self.plain = [(number, span) for number, span in self.plain if span.images]
         self._tables: dict[int, slice | Any] = {}
         for number, span in self.plain:

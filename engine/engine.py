@@ -51,7 +51,6 @@ class EngineSettings:
     max_model_len: tokens of prompt and answer at most; by default what the model and the blocks allow.
     max_batch_tokens: tokens in one step. max_running, max_waiting: requests that run, and that may wait.
     prefix_cache: reuse KV blocks across requests.
-    cuda_graphs: on CUDA, replay steps that only decode as graphs.
     """
 
     kv_bytes: int | str | None = None
@@ -60,7 +59,6 @@ class EngineSettings:
     max_running: int = 64
     max_waiting: int = 1024
     prefix_cache: bool = True
-    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_running", "max_waiting", "max_model_len"):
@@ -83,7 +81,7 @@ class Engine:
             self.settings.max_model_len or family.max_positions, family.max_positions, num_blocks * BLOCK
         )
         self.stop_ids = _stop_ids(loaded)
-        self._runner = ModelRunner(loaded, num_blocks, graphs=self.settings.cuda_graphs)
+        self._runner = ModelRunner(loaded, num_blocks)
         self._scheduler = Scheduler(
             Blocks(num_blocks),
             max_batch_tokens=self.settings.max_batch_tokens,

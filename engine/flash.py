@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from featcache.engine.attention import Span
 
 
-HAS_TRITON = find_spec("triton") is not None
 _VARLEN_HAS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
@@ -64,15 +62,14 @@ class DecodeTables(NamedTuple):
 class FlashStep:
     """The spans of a step that need no mask of their own: its first `num_tokens` tokens, decodes first."""
 
-    def __init__(self, spans: Sequence[Span], parcel: Parcel, width: int | None = None) -> None:
-        decodes = [span for span in spans if span.new == 1 and HAS_TRITON]
-        prefills = spans[len(decodes) :]
+    def __init__(self, spans: Sequence[Span], parcel: Parcel) -> None:
+        decodes = [span for span in spans if span.new == 1]
+        prefills = [span for span in spans if span.new > 1]
         self.num_decodes = len(decodes)
-        self.num_tokens = sum(span.new for span in spans)
-        blocks = _decode_blocks(decodes, width)
-        self._blocks = parcel.add(blocks)
+        self.num_tokens = len(decodes) + sum(span.new for span in prefills)
+        self._blocks = parcel.add(decode_blocks(decodes)) if decodes else None
         self._totals = parcel.add(np.array([span.total for span in decodes], dtype=np.int64))
-        self._longest = blocks.shape[1] * BLOCK
+        self._longest = max((span.total for span in decodes), default=0)
         self._has_prefills = bool(prefills)
         self._held: Sent | None = None
         if prefills:
@@ -86,7 +83,7 @@ class FlashStep:
 
     def attend(self, layer: Layer, output: torch.Tensor) -> None:
         """Fill output (1, tokens, heads, head_dim) for its tokens."""
-        if self.num_decodes:
+        if self._blocks is not None:
             from featcache.engine.paged_decode import paged_decode
 
             rows = slice(self.num_decodes)
@@ -121,10 +118,10 @@ class FlashStep:
         return answer
 
 
-def _decode_blocks(spans: Sequence[Span], width: int | None) -> Integers:
+def decode_blocks(spans: Sequence[Span], width: int | None = None) -> Integers:
     """(spans, width) block numbers, filled up with 0."""
     counts = [-(-span.total // BLOCK) for span in spans]
-    blocks = np.zeros((len(spans), width or max(counts, default=0)), dtype=np.int64)
+    blocks = np.zeros((len(spans), width or max(counts)), dtype=np.int64)
     for row, (span, count) in enumerate(zip(spans, counts, strict=True)):
         blocks[row, :count] = span.table[:count]
     return blocks

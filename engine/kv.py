@@ -142,15 +142,11 @@ class Blocks:
 
 
 class KVPool:
-    """Keys and values of all layers: each (layers, num_blocks + 1, BLOCK, kv_heads, head_dim).
-
-    The last block is nobody's: what only fills up a step writes there.
-    """
+    """Keys and values of all layers: each (layers, blocks, BLOCK, kv_heads, head_dim)."""
 
     def __init__(self, text_config: Any, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         layers, heads, head_dim = kv_shape(text_config)
-        self.spare_block = num_blocks
-        shape = (layers, num_blocks + 1, BLOCK, heads, head_dim)
+        shape = (layers, num_blocks, BLOCK, heads, head_dim)
         try:
             self.keys = torch.zeros(shape, dtype=dtype, device=device)
             self.values = torch.zeros(shape, dtype=dtype, device=device)

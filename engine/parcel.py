@@ -26,18 +26,11 @@ class Parcel:
         self._arrays.append(array)
         return lambda: self._tensors[number]
 
-    def send(self, into: torch.Tensor | None = None) -> torch.Tensor | None:
-        """To the device, in one piece, which is returned; on the CPU there is nothing to do.
-
-        into: the piece of an earlier parcel of the same shapes, to be overwritten.
-        """
+    def send(self) -> None:
         if self._device.type != "cuda":
             self._tensors = [torch.from_numpy(array) for array in self._arrays]
-            return None
-        packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in self._arrays])).pin_memory()
-        if into is None:
-            into = torch.empty_like(packed, device=self._device)
-        into.copy_(packed, non_blocking=True)
-        pieces = into.split([array.size for array in self._arrays])
+            return
+        packed = torch.from_numpy(np.concatenate([array.reshape(-1) for array in self._arrays]))
+        sent = packed.pin_memory().to(self._device, non_blocking=True)
+        pieces = sent.split([array.size for array in self._arrays])
         self._tensors = [p.view(a.shape) for p, a in zip(pieces, self._arrays, strict=True)]
-        return into

@@ -226,6 +226,7 @@ def right_by_kind(model: Any, processor: Any) -> dict[str, list[bool]]:
     """
     rng = random.Random(HELD_OUT)
     talks = [make_dialogue(rng, turns=5) for _ in range(160)]
+    talks += [make_dialogue(rng, turns=2, last_kind="compare") for _ in range(50)]  # else too few of these
     talks.sort(key=lambda talk: sum(s.width * s.height for s in talk.scenes))  # like sizes, little padding
     right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     head = processor.tokenizer("<|im_start|>assistant\n").input_ids
