@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ _VARLEN_HAS = frozenset(inspect.signature(varlen_attn).parameters)
 
 def can_flash(pool: KVPool) -> bool:
     """Whether this pool's device, dtype and shape are for these kernels."""
+    if find_spec("featcache.engine.paged_decode") is None:  # its decode kernel has not run on a GPU yet
+        return False
     keys = pool.keys
     is_half = keys.dtype in (torch.bfloat16, torch.float16)
     fits = keys.shape[-1] % 8 == 0 and keys.shape[-1] <= 256
