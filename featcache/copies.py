@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy
@@ -24,7 +24,8 @@ from featcache.tiers.device import storage_bytes
 
 log = logging.getLogger("featcache")
 
-FIRST_POLL_S, LAST_POLL_S = 100e-6, 1e-3
+# Each look at the events takes the GIL from the thread that launches copies: seldom, if nobody waits for it.
+POLL_S, DRAINING_POLL_S = 1e-3, 1e-4
 
 Done: TypeAlias = Callable[[Exception | None], None]
 Event: TypeAlias = "torch.cuda.Event | None"
@@ -65,6 +66,7 @@ class _Thread(ABC):
         self._changed = threading.Condition()  # guards all below; callbacks are not called under it
         self._running = 0
         self._started_out = self._finished_out = 0
+        self._num_draining = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="featcache-copies", daemon=True)
 
@@ -80,16 +82,18 @@ class _Thread(ABC):
             self._started_out += out
             self._changed.notify_all()
 
-    def _finish(self, done: Done, error: Exception | None, *, out: bool) -> None:
-        if error is not None:
-            log.error("a copy failed, its features are not kept: %s", error)
-        try:
-            done(error)
-        except Exception:  # a bug of ours must not end the thread that others wait for
-            log.exception("after a copy")
+    def _finish(self, landed: Sequence[tuple[Done, Exception | None]], *, out: bool) -> None:
+        for done, error in landed:
+            if error is not None:
+                log.error("a copy failed, its features are not kept: %s", error)
+            try:
+                done(error)
+            except Exception:  # a bug of ours must not end the thread that others wait for
+                log.exception("after a copy")
         with self._changed:
-            self._running -= 1
-            self._finished_out += out
+            self._running -= len(landed)
+            if out:
+                self._finished_out += len(landed)
             self._changed.notify_all()
 
     def _await_work(self) -> bool:
@@ -102,7 +106,11 @@ class _Thread(ABC):
     def drain(self, timeout_s: float | None = None) -> bool:
         with self._changed:
             target = self._started_out  # they finish in the order in which they start
-            return self._changed.wait_for(lambda: self._finished_out >= target, timeout_s)
+            self._num_draining += 1
+            try:
+                return self._changed.wait_for(lambda: self._finished_out >= target, timeout_s)
+            finally:
+                self._num_draining -= 1
 
     def close(self) -> None:
         with self._changed:
@@ -155,7 +163,7 @@ class HostCopies(_Thread):
                 numpy.copyto(place[begin:end], numpy.frombuffer(source, numpy.uint8))  # lets go of the GIL
         except Exception as exc:
             error = exc
-        self._finish(task.done, error, out=True)
+        self._finish([(task.done, error)], out=True)
 
 
 class _Flying(NamedTuple):
@@ -213,7 +221,7 @@ class CudaCopies(_Thread):
                 event = self._out_stream.record_event()
                 self._out.append(_Flying(event, (features, place), done))
         except Exception as exc:
-            self._finish(done, _translated(exc), out=True)
+            self._finish([(done, _translated(exc))], out=True)
 
     def to_device(self, place: torch.Tensor, done: Done) -> Arrival:
         """Copy pinned host bytes, (n,) uint8, to new memory of the device.
@@ -231,22 +239,19 @@ class CudaCopies(_Thread):
                 event = self._in_stream.record_event()
                 self._in.append(_Flying(event, (data, place), done))
         except Exception as exc:
-            self._finish(_ignore, None, out=False)
+            self._finish([(_ignore, None)], out=False)
             raise _translated(exc) from exc
         return Arrival(data, event)
 
     def _run(self) -> None:
-        pause = FIRST_POLL_S
         while self._await_work():
-            if self._land(self._out, out=True) or self._land(self._in, out=False):
-                pause = FIRST_POLL_S
-            else:
-                time.sleep(pause)
-                pause = min(1.5 * pause, LAST_POLL_S)
+            self._land(self._out, out=True)
+            self._land(self._in, out=False)
+            time.sleep(DRAINING_POLL_S if self._num_draining else POLL_S)
 
-    def _land(self, queue: deque[_Flying], *, out: bool) -> bool:
-        """Finish the copies of one stream that are done; whether there were any."""
-        any_landed = False
+    def _land(self, queue: deque[_Flying], *, out: bool) -> None:
+        """Finish the copies of one stream that are done."""
+        landed: list[tuple[Done, Exception | None]] = []
         while queue:
             error: Exception | None = None
             try:
@@ -254,9 +259,9 @@ class CudaCopies(_Thread):
                     break
             except RuntimeError as exc:  # the device is lost, or a kernel before it has failed
                 error = _translated(exc)
-            self._finish(queue.popleft().done, error, out=out)
-            any_landed = True
-        return any_landed
+            landed.append((queue.popleft().done, error))
+        if landed:
+            self._finish(landed, out=out)
 
 
 def open_copies(device: torch.device | None) -> HostCopies | CudaCopies:

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,11 @@ DTYPES: Mapping[str, tuple[str, int]] = MappingProxyType(
     }
 )
 _SAFETENSORS_NAME = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+
+
+@cache
+def _safetensors_name(dtype: torch.dtype) -> str | None:
+    return _SAFETENSORS_NAME.get(str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +198,7 @@ class Features:
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors.items():
-            if str(tensor.dtype).removeprefix("torch.") not in _SAFETENSORS_NAME:
+            if _safetensors_name(tensor.dtype) is None:
                 known = ", ".join(_SAFETENSORS_NAME)
                 raise RecordError(f"tensor {name!r} is {tensor.dtype}; featcache stores {known}")
             if name == "__metadata__":
@@ -215,10 +221,11 @@ class Features:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def header(self, key: bytes) -> Header:
-        specs = {
-            name: TensorSpec(_SAFETENSORS_NAME[str(t.dtype).removeprefix("torch.")], tuple(t.shape))
-            for name, t in self.tensors.items()
-        }
+        specs = {}
+        for name, tensor in self.tensors.items():
+            dtype = _safetensors_name(tensor.dtype)
+            assert dtype is not None, tensor.dtype
+            specs[name] = TensorSpec(dtype, tuple(tensor.shape))
         return Header.of(key, self.fingerprint, self.layout, specs)
 
 

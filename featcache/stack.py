@@ -129,12 +129,12 @@ class Stack:
 
     def _admit_to_device(self, header: Header, features: Features, event: Event, origin: Origin) -> Lease:
         """A lease on features that are on the device, which its tier keeps if it has room."""
-        admission = None if self.device is None else self.device.admit(header, features, event)
+        admission = (
+            None if self.device is None else self.device.admit(header, features, event, is_settled=True)
+        )
         if self.device is None or admission is None:
             self._copies.order(features, event)
             return Lease(header.key, features, origin)
-        if admission.is_new:
-            self.device.settle(admission.entry)
         return self._lease_on_device(self.device, admission.entry, origin)
 
     def _load(self, disk: DiskTier, key: bytes) -> Lease | None:
@@ -233,9 +233,9 @@ class Stack:
         features = self._copies.own(features)
         event = self._copies.mark()
         header = features.header(key)
-        admission = None if self.device is None else self.device.admit(header, features, event)
-        if self.device is not None and admission is not None and admission.is_new:
-            self.device.settle(admission.entry)
+        admission = (
+            None if self.device is None else self.device.admit(header, features, event, is_settled=True)
+        )
         kept = Kept(Made(features, event), None if admission is None else admission.entry)
         try:
             self._send_to_host(header, features, event, wait=wait)

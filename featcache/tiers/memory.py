@@ -165,12 +165,17 @@ class MemoryTier:
     # Coming and going
 
     def admit(
-        self, header: Header, features: Features | None = None, event: torch.cuda.Event | None = None
+        self,
+        header: Header,
+        features: Features | None = None,
+        event: torch.cuda.Event | None = None,
+        *,
+        is_settled: bool = False,
     ) -> Admission | None:
         """Space for a record: a PENDING entry, held for the caller; or the one that is there already, held.
 
         Evicts what the policy says until the record fits. features: shown from now on, once `event` has
-        passed; without, nothing is shown before `settle`.
+        passed; without, nothing is shown before `settle`. is_settled: nothing else is to come.
 
         Returns None if the record is larger than the budget less what is held; nothing is evicted then.
         """
@@ -190,6 +195,8 @@ class MemoryTier:
             self._used_bytes += nbytes
             self._held_bytes += nbytes
             self._admitted += 1
+            if is_settled:
+                entry.to(State.READY)
             return Admission(entry, True)
 
     def settle(self, entry: Entry) -> None:
