@@ -381,9 +381,8 @@ class Stack:
         """Finish copies and writes under way, and close every tier."""
         self.backlog.close()
         self._copies.close()
-        if self.writer is not None:
-            self.writer.close()
-        if self.disk is not None:
+        is_idle = self.writer is None or self.writer.close()
+        if self.disk is not None and is_idle:
             self.disk.close()
         self.host.close()
 

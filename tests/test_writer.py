@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,14 @@ from featcache.errors import StoreClosedError, StoreError
 from featcache.tiers.disk import DiskTier, WriteResult
 from featcache.tiers.writer import DiskWriter
 from tests.records import MIB, header_of, is_right, key_of, read, record_of
+
+HOLDER = """
+import lmdb, sys
+env = lmdb.open(sys.argv[1], max_dbs=16, map_size=1 << 30)
+with env.begin(write=True):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 class SlowTier(DiskTier):
@@ -115,6 +125,27 @@ def test_close_writes_what_is_queued_and_refuses_more(tier: SlowTier) -> None:
     assert all(tier.contains(key_of(n)) for n in range(5))
     with pytest.raises(StoreClosedError):
         writer.submit(header, pieces, lambda stored: None)
+
+
+def test_close_gives_up_while_another_process_keeps_the_write_lock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = DiskTier.open(tmp_path / "store", max_bytes=64 * MIB)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tier.path)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    writer = DiskWriter(tier, max_bytes=8 * MIB)
+    header, pieces = record_of(1)
+    writer.submit(header, pieces, lambda stored: None)
+    assert not writer.close(timeout_s=0.2)
+    assert "1 records were not written" in caplog.text and "write lock" in caplog.text
+    holder.communicate("")  # it ends, and with it its lock
+    assert writer.close(timeout_s=30) and tier.contains(key_of(1))
+    tier.close()
 
 
 def test_an_error_in_a_batch_is_counted_and_the_thread_goes_on(tier: SlowTier) -> None:

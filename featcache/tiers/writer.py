@@ -17,6 +17,7 @@ from featcache.tiers.disk import DiskTier
 log = logging.getLogger("featcache")
 
 BATCH_RECORDS = 256
+CLOSE_S = 60.0
 IDLE_S = 2.0  # after which hits and damaged records are written without waiting for a record
 MAX_WAITING_ALIASES = 65_536
 
@@ -181,9 +182,22 @@ class DiskWriter:
                 failed=self._failed,
             )
 
-    def close(self) -> None:
-        """Write what is queued, then end the thread."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """Write what is queued, then end the thread.
+
+        False if that takes longer, as when another process keeps LMDB's write lock: the thread still uses the
+        tier then, and what it can't write any more is lost.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning(
+                "disk tier: %d records were not written within %.0f s of closing; "
+                "does another process hold the store's write lock?",
+                self.stats().waiting,
+                timeout_s,
+            )
+            return False
+        return True
