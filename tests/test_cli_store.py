@@ -207,7 +207,7 @@ def test_verify_of_a_sound_store(run: Run) -> None:
 def test_verify_names_damage_and_repair_removes_it(run: Run, store: Path) -> None:
     damage(store, 6)
     result = run("verify", code=1)
-    assert f"entry {key(6)} is damaged: checksum" in result.stderr
+    assert f"entry {key(6)} is damaged: its checksum" in result.stderr
     assert facts(result)["damaged"] == "1"
     assert len(run("ls", "-q").stdout.split()) == 8  # looking changes nothing
     report = json.loads(run("verify", "--repair", "--json").stdout)

@@ -135,10 +135,13 @@ def test_other_images_give_other_answers_and_wrong_features_are_seen(folder: Pat
     with plain(folder) as vlm:
         answers = {tuple(ask(vlm, turns(seed)[0]).token_ids) for seed in range(6)}
         assert len(answers) >= 4, "the random weights don't look at the images"
-    store = FeatureStore.open(None)
-    with CachedVLM.from_pretrained(
-        folder, store=store, dtype="float32", device="cpu", settings=EngineSettings(prefix_cache=False)
-    ) as vlm:
+    settings = EngineSettings(prefix_cache=False)
+    with (
+        FeatureStore.open(None) as store,
+        CachedVLM.from_pretrained(
+            folder, store=store, dtype="float32", device="cpu", settings=settings
+        ) as vlm,
+    ):
         changed = 0
         for seed in range(6):
             messages, other = turns(seed)[0], turns(seed + 20)[0]
@@ -169,11 +172,13 @@ def test_prefill_logits_are_those_of_transformers(folder: Path, tmp_path: Path) 
         expected = loaded.model(**inputs).logits[0, -1]
     for chunk in (2048, 48):
         seen: list[torch.Tensor] = []
-        store = FeatureStore.open(None)
         settings = EngineSettings(max_batch_tokens=chunk)
-        with CachedVLM.from_pretrained(
-            folder, store=store, dtype="float32", device="cpu", settings=settings
-        ) as vlm:
+        with (
+            FeatureStore.open(None) as store,
+            CachedVLM.from_pretrained(
+                folder, store=store, dtype="float32", device="cpu", settings=settings
+            ) as vlm,
+        ):
             run = vlm.engine._runner.run
 
             def spy(parts: Any, run: Any = run, seen: Any = seen) -> Any:
