@@ -127,7 +127,7 @@ def seconds(work: Callable[[], object]) -> float:
 # Writes: through the writer's queue, against a bare loop of LMDB puts of the same values, batches and sync
 
 
-def writes(place: Path, total: int = 512 * MIB, rounds: int = 3) -> list[Row]:
+def writes(place: Path, total: int = 512 * MIB, rounds: int = 4) -> list[Row]:
     return [
         write_row(place, name, sizes, total, rounds, sync)
         for sync in (True, False)
@@ -145,11 +145,14 @@ def write_row(place: Path, name: str, sizes: Sequence[int], total: int, rounds: 
     numbers: list[int] = []
     while sum(pool[n][0].data_bytes for n in numbers) < total:
         numbers.append(len(numbers) % len(pool))
-    ours, bare = [], []
+    ours: list[float] = []
+    bare: list[float] = []
     for turn in range(rounds):
-        bare.append(bare_puts(place / f"bare-{turn}", pool, numbers, sync))
-        ours.append(written_behind(place / f"ours-{turn}", pool, numbers, sync))
-        empty(place)
+        both = [(bare, bare_puts), (ours, written_behind)]
+        for took, write in both if turn % 2 else both[::-1]:  # disks are slower after a burst
+            os.sync()
+            took.append(write(place / f"{write.__name__}-{turn}", pool, numbers, sync))
+            empty(place)
     nbytes = sum(pool[n][0].data_bytes for n in numbers)
     rate, bare_rate = nbytes / statistics.median(ours) / 1e9, nbytes / statistics.median(bare) / 1e9
     return row_of(

@@ -82,6 +82,7 @@ class S3FIFO:
         self._small_bytes = 0
         self._ghost_bytes = 0
         self._offered: Key | None = None  # the victim that `victims` has yielded last
+        self._is_filling = True  # nothing had to leave yet
 
     def add(self, key: Key, nbytes: int) -> None:
         if key in self._frequency:
@@ -90,6 +91,8 @@ class S3FIFO:
         if key in self._ghost:
             self._ghost_bytes -= self._ghost.pop(key)
             self._main[key] = nbytes
+        elif self._is_filling and self._small_bytes + nbytes > SMALL_SHARE * self._max_bytes:
+            self._main[key] = nbytes  # as libcachesim does: some of a loop over too much stays
         else:
             self._small[key] = nbytes
             self._small_bytes += nbytes
@@ -108,6 +111,7 @@ class S3FIFO:
             self._remember(key, nbytes)
 
     def victims(self) -> Iterator[Key]:
+        self._is_filling = False
         # Each round lowers a frequency or yields; so many go round the queue that is to shrink.
         for _ in range((MAX_FREQUENCY + 2) * len(self)):
             if not self._frequency:

@@ -92,6 +92,19 @@ def test_the_budget_holds_in_the_file_itself(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_loop_over_more_than_fits_still_hits(tmp_path: Path) -> None:
+    tier = DiskTier.open(tmp_path, max_bytes=32 * MIB)
+    hits = [0, 0, 0]
+    for turn in range(3):
+        for n in range(60):
+            if tier.contains(key_of(n)):
+                hits[turn] += 1
+            else:
+                tier.write([record_of(n, MIB)])
+    assert hits[0] == 0 and min(hits[1:]) > 12, hits
+    tier.close()
+
+
 def test_what_is_hit_outlives_a_scan(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     tier.write([record_of(n, MIB) for n in range(10)])

@@ -96,13 +96,20 @@ def test_a_scan_does_not_flush_what_is_hot() -> None:
 def test_what_left_lately_comes_back_to_the_main_queue() -> None:
     policy = S3FIFO(10)
     cache = Cache(policy, 10)
-    for n in range(11):
+    for n in range(12):
         cache.ask(b"%d" % n, 1)
     assert b"0" not in cache.sizes
     cache.ask(b"0", 1)
     for n in range(100, 109):  # a scan of what the small queue takes
         cache.ask(b"%d" % n, 1)
     assert b"0" in cache.sizes
+
+
+def test_a_loop_over_too_much_keeps_what_came_first() -> None:
+    """As libcachesim's S3-FIFO does: until something has to leave, the main queue takes what the small can't."""
+    cache = Cache(S3FIFO(100), 100)
+    hits = [cache.ask(b"%d" % (n % 400), 1) for n in range(4000)]
+    assert sum(hits[400:800]) == sum(hits[-400:]) == 89
 
 
 def test_ghosts_are_bounded() -> None:

@@ -48,7 +48,9 @@ class Queues:
     def add(self, key: bytes, file_bytes: int) -> tuple[int, int]:
         """Put a new key at a queue's end. Returns (queue, sequence)."""
         sequence = self._totals.number()
-        if self._is_lru or self._was_ghost(key):
+        is_small_full = self._totals.small_bytes + file_bytes > SMALL_SHARE * self._max_bytes
+        is_filling = self._totals.evicted == 0  # there is room for all: see S3FIFO
+        if self._is_lru or self._was_ghost(key) or (is_filling and is_small_full):
             self._txn.put(number_key(sequence), key, db=self._tables["main"])
             return MAIN, sequence
         self._txn.put(number_key(sequence), key, db=self._tables["small"])
