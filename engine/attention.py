@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from featcache.engine.flash import FlashStep, Layer, can_flash
+from featcache.engine.flash import FlashStep, Layer
 from featcache.engine.kv import BLOCK, KVPool
 from featcache.engine.parcel import Parcel
 from featcache.errors import ModelError
@@ -61,15 +61,16 @@ class PagedStep:
 
     spans: in order of `start`, those of one token first.
     parcel: takes along what the device has to know; to be sent before the forward.
+    flash: use the kernels of `flash`, where no mask is needed.
     """
 
-    def __init__(self, pool: KVPool, spans: Sequence[Span], parcel: Parcel) -> None:
+    def __init__(self, pool: KVPool, spans: Sequence[Span], parcel: Parcel, *, flash: bool) -> None:
         self.pool = pool
         device = pool.keys.device
         self._slots = parcel.add(np.concatenate([span.slots(span.past, span.total) for span in spans]))
         self.flash: FlashStep | None = None
         self.plain = [(number, span) for number, span in enumerate(spans)]
-        if can_flash(pool):
+        if flash:
             self.flash = FlashStep([span for span in spans if not span.images], parcel)
             self.plain = [(number, span) for number, span in self.plain if span.images]
         self._tables: dict[int, slice | Any] = {}

@@ -6,14 +6,12 @@ in one call (its own paged form wants pages of 256 tokens). Decoding sequences a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from featcache.engine.kv import BLOCK, KVPool
 from featcache.engine.parcel import Integers, Parcel, Sent
@@ -22,17 +20,12 @@ if TYPE_CHECKING:
     from featcache.engine.attention import Span
 
 
-_VARLEN_HAS = frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def can_flash(pool: KVPool) -> bool:
     """Whether this pool's device, dtype and shape are for these kernels."""
-    if find_spec("featcache.engine.paged_decode") is None:  # its decode kernel has not run on a GPU yet
-        return False
     keys = pool.keys
     is_half = keys.dtype in (torch.bfloat16, torch.float16)
     fits = keys.shape[-1] % 8 == 0 and keys.shape[-1] <= 256
-    return keys.is_cuda and is_half and fits and {"window_size", "scale"} <= _VARLEN_HAS
+    return keys.is_cuda and is_half and fits and find_spec("triton") is not None
 
 
 class Layer(NamedTuple):
@@ -105,20 +98,38 @@ class FlashStep:
         if self._bounds is None:
             self._bounds = self._starts_new().to(torch.int32), self._starts_all().to(torch.int32)
         query = layer.query[0, :, rows].transpose(0, 1)
-        left = -1 if layer.window is None or layer.window >= self._most_all else layer.window - 1
-        grouped = {"enable_gqa": True} if "enable_gqa" in _VARLEN_HAS else {}  # earlier, it went unasked
-        answer: torch.Tensor = varlen_attn(
-            query,
-            key,
-            value,
-            *self._bounds,
-            self._most_new,
-            self._most_all,
-            scale=layer.scaling,
-            window_size=(left, 0),
-            **grouped,
-        )
-        return answer
+        return _varlen(query, key, value, self._bounds, self._most_new, self._most_all, layer)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: tuple[torch.Tensor, torch.Tensor],
+    most_new: int,
+    most_all: int,
+    layer: Layer,
+) -> torch.Tensor:
+    """Causal attention of packed sequences whose last tokens ask: (new tokens, heads, head_dim).
+
+    It is the operator below `torch.nn.attention.varlen`, whose own arguments differ from torch 2.11 to 2.14.
+    """
+    window = -1 if layer.window is None or layer.window >= most_all else layer.window - 1
+    answer: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        *bounds,
+        most_new,
+        most_all,
+        0.0,  # no dropout
+        window == -1,  # causal; with a window, nothing to the right says the same
+        False,
+        scale=layer.scaling,
+        window_size_left=window,
+        window_size_right=0,
+    )[0]
+    return answer
 
 
 def decode_blocks(spans: Sequence[Span], width: int | None = None) -> Integers:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from featcache.engine.attention import NAME, PagedStep, Span
+from featcache.engine.flash import can_flash
+from featcache.engine.flash_check import flash_agrees
 from featcache.engine.kv import KVPool
 from featcache.engine.loading import Loaded
 from featcache.engine.parcel import Integers, Parcel
@@ -24,6 +26,9 @@ class ModelRunner:
         self._family = loaded.family
         self._device = loaded.device
         self.pool = KVPool(loaded.family.text_config, num_blocks, loaded.dtype, loaded.device)
+        self.has_flash = can_flash(self.pool) and flash_agrees(
+            loaded.family.text_config, loaded.dtype, loaded.device
+        )
         # the vision tower keeps its own
         loaded.model.set_attn_implementation({"text_config": NAME})
 
@@ -45,7 +50,7 @@ class ModelRunner:
         ]
         index, rows = self._images(parts)
         parcel = Parcel(self._device)
-        step = PagedStep(self.pool, spans, parcel)
+        step = PagedStep(self.pool, spans, parcel, flash=self.has_flash)
         ids = [i for part in parts for i in part.sequence.ids[part.start : part.start + part.new]]
         sent = [
             parcel.add(np.array([ids], dtype=np.int64)),
