@@ -14,7 +14,7 @@ from featcache.engine.flash import DecodeTables, Layer
 from featcache.engine.kv import BLOCK
 from featcache.engine.paged_decode import SPLIT, paged_decode
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 5, 17 * SPLIT + 3)
 GROUPS = range(1, 9)
 
@@ -35,14 +35,24 @@ def main() -> None:
 
 
 def check(
-    group: int, head_dim: int, dtype: torch.dtype, window: int | None, totals: Sequence[int], seed: int
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+    totals: Sequence[int],
+    seed: int,
+    device: str = "cpu",
 ) -> int:
     """Compare one call; returns how many heads it had."""
     layer, tables = made(group, head_dim, dtype, window, totals, seed)
-    output = torch.full((len(totals), 2 * group, head_dim), float("nan"), dtype=dtype)
-    paged_decode(layer, tables, output)
+    output = torch.full((len(totals), 2 * group, head_dim), float("nan"), dtype=dtype, device=device)
+    query, keys, values = (t.to(device) for t in (layer.query, layer.keys, layer.values))
+    there = Layer(query, query, query, keys, values, layer.scaling, layer.window)
+    paged_decode(
+        there, DecodeTables(tables.blocks.to(device), tables.totals.to(device), tables.longest), output
+    )
     expected = plain(layer, tables)
-    error = (output.float() - expected).abs().max()
+    error = (output.float().cpu() - expected).abs().max()
     of = f"group {group}, head_dim {head_dim}, {dtype}, window {window}, totals {totals}"
     assert error <= TOLERANCE[dtype], f"{of}: off by {error}"
     assert expected.abs().max() > 0.1, of
@@ -85,11 +95,9 @@ def plain(layer: Layer, tables: DecodeTables) -> torch.Tensor:
         total = int(tables.totals[row])
         table = tables.blocks[row, : -(-total // BLOCK)]
         first = max(0, total - layer.window) if layer.window else 0
+        keys, values = (p[table].flatten(0, 1)[first:total].float() for p in (layer.keys, layer.values))
         for head in range(layer.query.shape[1]):
-            key, value = (
-                pool[table].flatten(0, 1)[first:total, head // group].float()
-                for pool in (layer.keys, layer.values)
-            )
+            key, value = keys[:, head // group], values[:, head // group]
             weights = torch.softmax(key @ layer.query[0, head, row].float() * scale, 0)
             answers[row, head] = weights @ value
     return answers
