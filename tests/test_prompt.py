@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pictures import SIZES, dialogue, encoded, noise
 from PIL import Image
 
+from featcache.engine import datauri
 from featcache.engine.datauri import decode_data_uri, is_data_uri
 from featcache.engine.encoder import VisionEncoder
 from featcache.engine.families.base import ImageOptions
@@ -493,3 +494,16 @@ def test_a_prompt_takes_the_salt_of_its_tenant(qwen: Model) -> None:
     assert prompt.salt == "a"
     assert prompt.images[0].key == image.key != qwen.encoder.identify(Image.new("RGB", (60, 60), "red")).key
     assert qwen.prompt(user("x")).salt == ""
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 11, 12, 13, 300])
+def test_base64_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    data = bytes(range(256)) * 2
+    for piece in (4, 7, 16, 64):
+        monkeypatch.setattr(datauri, "_PIECE", piece)
+        text = base64.b64encode(data[:length]).decode()
+        for written in (text, text.rstrip("="), "\r\n ".join(text)):
+            assert datauri._decode_base64(written.encode(), "x") == data[:length]
+        for broken in ("AAA=" * 20, "A" * 61, "A" * 60 + "*"):
+            with pytest.raises(RequestError, match="can't be decoded"):
+                datauri._decode_base64(broken.encode(), "x")
