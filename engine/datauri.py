@@ -5,6 +5,8 @@ from __future__ import annotations
 import binascii
 from urllib.parse import unquote_to_bytes
 
+import pybase64
+
 from featcache.errors import RequestError
 
 _WHITESPACE = b" \t\r\n\f\v"
@@ -45,7 +47,7 @@ def decode_base64(text: str, where: str) -> bytes:
 
 
 def _decode_base64(data: bytes, where: str) -> bytes:
-    """In pieces: the decoder keeps the GIL, and other threads have to go on beside a large image."""
+    """In pieces: all of this keeps the GIL, and other threads have to go on beside a large image."""
     data = data.rstrip(_WHITESPACE + b"=")
     decoded: list[bytes] = []
     rest = b""
@@ -55,7 +57,7 @@ def _decode_base64(data: bytes, where: str) -> bytes:
             whole = len(digits) - len(digits) % 4
             decoded.append(_whole_groups(digits[:whole]))
             rest = digits[whole:]
-        decoded.append(binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True))
+        decoded.append(pybase64.b64decode(rest + b"=" * (-len(rest) % 4), validate=True))
     except binascii.Error as exc:
         raise RequestError(f"{where}: its base64 can't be decoded: {exc}") from exc
     return b"".join(decoded)
@@ -64,4 +66,4 @@ def _decode_base64(data: bytes, where: str) -> bytes:
 def _whole_groups(digits: bytes) -> bytes:
     if b"=" in digits:
         raise binascii.Error("padding in the middle")
-    return binascii.a2b_base64(digits, strict_mode=True)
+    return pybase64.b64decode(digits, validate=True)
