@@ -51,6 +51,7 @@ class EngineSettings:
     max_model_len: tokens of prompt and answer at most; by default what the model and the blocks allow.
     max_batch_tokens: tokens in one step. max_running, max_waiting: requests that run, and that may wait.
     prefix_cache: reuse KV blocks across requests.
+    cuda_graphs: decode by CUDA graphs, where the GPU has the kernels for it.
     """
 
     kv_bytes: int | str | None = None
@@ -59,6 +60,7 @@ class EngineSettings:
     max_running: int = 64
     max_waiting: int = 1024
     prefix_cache: bool = True
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_running", "max_waiting", "max_model_len"):
@@ -81,7 +83,7 @@ class Engine:
             self.settings.max_model_len or family.max_positions, family.max_positions, num_blocks * BLOCK
         )
         self.stop_ids = _stop_ids(loaded)
-        self._runner = ModelRunner(loaded, num_blocks)
+        self._runner = ModelRunner(loaded, num_blocks, cuda_graphs=self.settings.cuda_graphs)
         self._scheduler = Scheduler(
             Blocks(num_blocks),
             max_batch_tokens=self.settings.max_batch_tokens,
@@ -165,6 +167,7 @@ class Engine:
             "blocks_kept": blocks.num_kept,
             "blocks_evicted": blocks.evicted,
             "preemptions": self._scheduler.preemptions,
+            "graph_steps": 0 if self._runner.graphs is None else self._runner.graphs.replays,
             **{name: self._counts[name] for name in counted},
         }
 

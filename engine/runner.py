@@ -10,6 +10,7 @@ import torch
 from featcache.engine.attention import NAME, PagedStep, Span
 from featcache.engine.flash import can_flash
 from featcache.engine.flash_check import flash_agrees
+from featcache.engine.graphs import DecodeGraphs
 from featcache.engine.kv import KVPool
 from featcache.engine.loading import Loaded
 from featcache.engine.parcel import Integers, Parcel
@@ -20,15 +21,22 @@ Rows = dict[str, torch.Tensor]
 
 
 class ModelRunner:
-    """Packs parts of sequences in one row and runs the model on it. Sets the model's attention to ours."""
+    """Packs parts of sequences in one row and runs the model on it. Sets the model's attention to ours.
 
-    def __init__(self, loaded: Loaded, num_blocks: int) -> None:
+    cuda_graphs: decode by CUDA graphs, where the flash kernels are.
+    """
+
+    def __init__(self, loaded: Loaded, num_blocks: int, *, cuda_graphs: bool = True) -> None:
         self._family = loaded.family
         self._device = loaded.device
-        self.pool = KVPool(loaded.family.text_config, num_blocks, loaded.dtype, loaded.device)
+        # one block more, which no sequence gets: rows that only fill up a graph's batch use it
+        self.pool = KVPool(loaded.family.text_config, num_blocks + 1, loaded.dtype, loaded.device)
         self.has_flash = can_flash(self.pool) and flash_agrees(
             loaded.family.text_config, loaded.dtype, loaded.device
         )
+        self.graphs: DecodeGraphs | None = None
+        if self.has_flash and cuda_graphs:
+            self.graphs = DecodeGraphs(loaded.family, self.pool, num_blocks)
         # the vision tower keeps its own
         loaded.model.set_attn_implementation({"text_config": NAME})
 
@@ -48,6 +56,12 @@ class ModelRunner:
             for part, start in zip(parts, starts, strict=False)
             if part.start + part.new == len(part.sequence.ids)
         ]
+        if self.graphs is not None and len(complete) == len(parts) and all(map(_decodes, parts)):
+            ids = [part.sequence.ids[part.start] for part in parts]
+            places = np.concatenate([_positions(part) for part in parts], axis=1)
+            decoded = self.graphs.run(ids, places, spans)
+            if decoded is not None:
+                return [sequence for sequence, _ in complete], decoded
         index, rows = self._images(parts)
         parcel = Parcel(self._device)
         step = PagedStep(self.pool, spans, parcel, flash=self.has_flash)
@@ -106,6 +120,11 @@ class ModelRunner:
         for lease in sequence.leases.values():
             for tensor in lease.features.tensors.values():
                 tensor.record_stream(stream)
+
+
+def _decodes(part: Part) -> bool:
+    """Whether it is one token of an answer: no image's, and with nothing behind it."""
+    return part.new == 1 and part.start >= part.sequence.num_prompt
 
 
 def _positions(part: Part) -> Integers:
