@@ -77,6 +77,7 @@ def main() -> None:
     if DEVICE.type == "cuda":
         DEVICE = torch.device("cuda", DEVICE.index or 0)
         torch.cuda.set_device(DEVICE)
+        torch.backends.cudnn.allow_tf32 = False  # fp32 is to be fp32
     say(str(machine(DEVICE)))
     is_right = run_sections(SECTIONS, options.only, options.seconds)
     write_report(options.json, DEVICE)
@@ -492,7 +493,7 @@ def paths() -> None:
 @contextmanager
 def encoder_of(loaded: Loaded) -> Iterator[VisionEncoder]:
     with FeatureStore.open(None, host_bytes="1GiB", **device_tier("1GiB")) as store:
-        encoder = VisionEncoder(loaded, store, workers=None if TINY else 16)
+        encoder = VisionEncoder(loaded, store, workers=None if TINY else 16, max_batch_cost=32_768)
         yield encoder
         encoder.close()
 

@@ -66,7 +66,7 @@ def model(name: str, device: torch.device, tiny: bool) -> Loaded:
 
 def rates(name: str, size: str, *, device: torch.device, tiny: bool, place: Path) -> None:
     loaded = model(name, device, tiny)
-    number = {SMALL: 2000, LARGE: 200}[size] if not tiny else 8
+    number = {SMALL: 2000, LARGE: 200}[size] // (3 if name.startswith("Qwen") else 1) if not tiny else 8
     side = SIZES[size] if not tiny else (448, 448)
     folder = place / f"{name}-{size}".replace(" ", "")
     pictures(folder, number, side)

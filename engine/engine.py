@@ -196,6 +196,8 @@ class Engine:
         self._changed.notify_all()
 
     def _run(self) -> None:
+        if self._loaded.device.type == "cuda":
+            torch.cuda.set_device(self._loaded.device)  # of this thread: Triton and graphs launch on it
         while True:
             with self._changed:
                 while not (self._has_news or self._scheduler.has_work):

@@ -7,6 +7,7 @@ them wrong, or missing, goes on with plain attention.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,9 @@ _WINDOW = BLOCK + 3
 def flash_agrees(text_config: Any, dtype: torch.dtype, device: torch.device) -> bool:
     """Compare both on random sequences in the shape of this model's heads; what is off is logged."""
     try:
-        error = max(_error(text_config, dtype, device, window) for window in (None, _WINDOW))
+        # Triton launches on the thread's current device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            error = max(_error(text_config, dtype, device, window) for window in (None, _WINDOW))
     except Exception as exc:  # a kernel that can't be compiled or launched raises nearly anything
         _LOG.warning(
             "flash attention can't be used here, plain attention is: %s: %s", type(exc).__name__, exc

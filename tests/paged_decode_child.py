@@ -14,7 +14,7 @@ from featcache.engine.flash import DecodeTables, Layer
 from featcache.engine.kv import BLOCK
 from featcache.engine.paged_decode import SPLIT, paged_decode
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 5, 17 * SPLIT + 3)
 GROUPS = range(1, 9)
 
