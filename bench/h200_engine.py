@@ -9,7 +9,7 @@ shapes are scaled down; `--tiny --device cpu` tries the script itself.
 from __future__ import annotations
 
 import argparse
-import gc
+import functools
 import io
 import itertools
 import statistics
@@ -305,16 +305,11 @@ def fresh(name: str, number: int) -> list[bytes]:
     return [photograph(next(_SEEDS), *size_of(name)) for _ in range(number)]
 
 
-def first_token() -> None:
-    for name, make in SHAPES.items():
-        loaded = make(DEVICE, TINY)
-        with FeatureStore.open(None, host_bytes="1GiB", **device_tier("1GiB")) as store:
-            ours(name, loaded, store)
-        theirs(name, loaded)
-        del loaded
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
+def first_token(name: str) -> None:
+    loaded = SHAPES[name](DEVICE, TINY)
+    with FeatureStore.open(None, host_bytes="1GiB", **device_tier("1GiB")) as store:
+        ours(name, loaded, store)
+    theirs(name, loaded)
 
 
 def device_tier(size: str) -> dict[str, Any]:
@@ -480,14 +475,10 @@ def theirs(name: str, loaded: Loaded) -> None:
 # The path of misses and of hits
 
 
-def paths() -> None:
-    for name, make in SHAPES.items():
-        loaded = make(DEVICE, TINY)
-        with encoder_of(loaded) as encoder:
-            misses(name, encoder)
-            hits(name, encoder)
-        del loaded, encoder
-        gc.collect()
+def paths(name: str) -> None:
+    with encoder_of(SHAPES[name](DEVICE, TINY)) as encoder:
+        misses(name, encoder)
+        hits(name, encoder)
 
 
 @contextmanager
@@ -581,7 +572,10 @@ def hits(name: str, encoder: VisionEncoder) -> None:
     figure(f"{name}: bytes to features, host / uncached", host / slow, most=0.05)
 
 
-SECTIONS = {section.__name__: section for section in (kernels, families, first_token, paths)}
+SECTIONS: dict[str, Callable[[], None]] = {"kernels": kernels, "families": families}
+for _name in SHAPES:
+    SECTIONS[f"first_token {_name}"] = functools.partial(first_token, _name)
+    SECTIONS[f"paths {_name}"] = functools.partial(paths, _name)
 
 if __name__ == "__main__":
     main()

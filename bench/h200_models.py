@@ -6,6 +6,7 @@ is checked on small models whose weights are scaled until they look at the image
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -53,6 +54,7 @@ def run_sections(sections: Mapping[str, Callable[[], None]], only: Iterable[str]
         except Exception:
             is_right = False
             say(f"FAILED {name}\n{traceback.format_exc()}")
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     say(f"== done after {time.perf_counter() - began:.0f} s")
