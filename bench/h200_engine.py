@@ -29,7 +29,7 @@ from h200_models import (
     figure,
     machine,
     median_ms,
-    photograph,
+    photographs,
     run_sections,
     say,
     seconds_of,
@@ -298,11 +298,8 @@ def size_of(name: str) -> tuple[int, int]:
     return (1792, 1456) if name.startswith("Qwen") else (1792, 1344)
 
 
-_SEEDS = itertools.count(1)
-
-
 def fresh(name: str, number: int) -> list[bytes]:
-    return [photograph(next(_SEEDS), *size_of(name)) for _ in range(number)]
+    return list(photographs(number, *size_of(name)))
 
 
 def first_token(name: str) -> None:

@@ -6,15 +6,18 @@ is checked on small models whose weights are scaled until they look at the image
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -237,9 +240,33 @@ def _loaded(name: str, config: Any, processor: Any, device: torch.device) -> Loa
 
 # Pictures
 
+_MASTERS = 8
+_NUMBERS = itertools.count()
 
-def photograph(seed: int, width: int, height: int) -> bytes:
-    """A JPEG of octaves of noise: as hard to decode and to scale as a photograph."""
+
+def photographs(number: int, width: int, height: int) -> Iterator[bytes]:
+    """JPEGs, no two alike: some pictures, each turned round by another number of pixels."""
+    masters = _masters(width, height)
+
+    def turned(index: int) -> bytes:
+        out = io.BytesIO()
+        columns, rows = divmod(index, height)
+        pixels = np.roll(masters[index % _MASTERS], (rows, 7 * columns), (0, 1))
+        Image.fromarray(pixels).save(out, "JPEG", quality=90)
+        return out.getvalue()
+
+    with ThreadPoolExecutor(16) as pool:
+        yield from pool.map(turned, [next(_NUMBERS) for _ in range(number)])
+
+
+@functools.cache
+def _masters(width: int, height: int) -> list[Any]:
+    with ThreadPoolExecutor(_MASTERS) as pool:
+        return list(pool.map(lambda seed: _octaves(seed, width, height), range(_MASTERS)))
+
+
+def _octaves(seed: int, width: int, height: int) -> Any:
+    """(height, width, 3) bytes of noise in octaves: as hard to decode and to scale as a photograph."""
     generator = np.random.default_rng(seed)
     total = np.zeros((height, width, 3), np.float32)
     for octave in range(2, 8):
@@ -248,6 +275,4 @@ def photograph(seed: int, width: int, height: int) -> bytes:
         total += (
             np.asarray(Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)) / octave
         )
-    out = io.BytesIO()
-    Image.fromarray(np.uint8(total * (255 / total.max()))).save(out, "JPEG", quality=90)
-    return out.getvalue()
+    return np.uint8(total * (255 / total.max()))

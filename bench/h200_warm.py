@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import io
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,10 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import numpy as np
 import torch
-from h200_models import SHAPES, figure, machine, photograph, run_sections, say, seconds_of, write_report
-from PIL import Image
+from h200_models import SHAPES, figure, machine, photographs, run_sections, say, seconds_of, write_report
 
 from featcache.engine.encoder import VisionEncoder
 from featcache.engine.families.base import ImageOptions
@@ -69,7 +66,9 @@ def rates(name: str, size: str, *, device: torch.device, tiny: bool, place: Path
     number = {SMALL: 2000, LARGE: 200}[size] // (3 if name.startswith("Qwen") else 1) if not tiny else 8
     side = SIZES[size] if not tiny else (448, 448)
     folder = place / f"{name}-{size}".replace(" ", "")
-    pictures(folder, number, side)
+    folder.mkdir()
+    for index, data in enumerate(photographs(number, *side)):
+        (folder / f"{index:05}.jpg").write_bytes(data)
     where = f"{name}, {size}"
     cuda = {"device": str(device), "device_bytes": "256MiB"} if device.type == "cuda" else {}
     with FeatureStore.open(
@@ -105,19 +104,6 @@ def tower_alone(encoder: VisionEncoder, paths: list[Path]) -> tuple[float, int]:
     encoder.family.encode(batches[0])
     spent = seconds_of(lambda: [encoder.family.encode(batch) for batch in batches])
     return len(pixels) / spent, len(batches)
-
-
-def pictures(folder: Path, number: int, size: tuple[int, int]) -> None:
-    """JPEG files, no two alike: some photographs, each turned round by another number of pixels."""
-    folder.mkdir()
-    masters = [np.asarray(Image.open(io.BytesIO(photograph(seed, *size)))) for seed in range(8)]
-
-    def write(index: int) -> None:
-        turned = np.roll(masters[index % 8], (index * 3, index * 5), (0, 1))
-        Image.fromarray(turned).save(folder / f"{index:05}.jpg", quality=90)
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(write, range(number)))
 
 
 if __name__ == "__main__":
