@@ -79,8 +79,8 @@ def main() -> None:
         torch.cuda.set_device(DEVICE)
         torch.backends.cudnn.allow_tf32 = False  # fp32 is to be fp32
     say(str(machine(DEVICE)))
-    is_right = run_sections(SECTIONS, options.only, options.seconds)
-    write_report(options.json, DEVICE)
+    report = functools.partial(write_report, options.json, DEVICE)
+    is_right = run_sections(SECTIONS, options.only, options.seconds, report)
     sys.exit(not is_right)
 
 

@@ -41,8 +41,16 @@ ROWS: list[Row] = []
 # Sections
 
 
-def run_sections(sections: Mapping[str, Callable[[], None]], only: Iterable[str], seconds: float) -> bool:
-    """Run them in order until the time is up; those left are named. False if one of them failed."""
+def run_sections(
+    sections: Mapping[str, Callable[[], None]],
+    only: Iterable[str],
+    seconds: float,
+    report: Callable[[], None],
+) -> bool:
+    """Run them in order until the time is up; those left are named. False if one of them failed.
+
+    report: called after each.
+    """
     began, is_right, wanted = time.perf_counter(), True, list(only) or list(sections)
     for name, section in sections.items():
         if name not in wanted:
@@ -57,6 +65,7 @@ def run_sections(sections: Mapping[str, Callable[[], None]], only: Iterable[str]
         except Exception:
             is_right = False
             say(f"FAILED {name}\n{traceback.format_exc()}")
+        report()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

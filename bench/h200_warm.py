@@ -51,8 +51,8 @@ def main() -> None:
         sections: dict[str, Callable[[], None]] = {
             f"{name}, {size}": functools.partial(make, name, size) for size in SIZES for name in SHAPES
         }
-        is_right = run_sections(sections, options.only, options.seconds)
-    write_report(options.json, device)
+        report = functools.partial(write_report, options.json, device)
+        is_right = run_sections(sections, options.only, options.seconds, report)
     sys.exit(not is_right)
 
 
