@@ -110,7 +110,9 @@ class ModelRunner:
             begin += new
         if not index:
             return np.zeros(0, dtype=np.int64), None
-        return np.concatenate(index), {name: torch.cat(tensors) for name, tensors in found.items()}
+        return np.concatenate(index), {
+            name: torch.cat(tensors).to(self._device) for name, tensors in found.items()
+        }
 
     def _wait_for_features(self, sequence: Sequence) -> None:
         """The encoder has its own stream: this one waits for it, on the device."""
@@ -119,7 +121,8 @@ class ModelRunner:
         stream.wait_event(sequence.features_ready)
         for lease in sequence.leases.values():
             for tensor in lease.features.tensors.values():
-                tensor.record_stream(stream)
+                if tensor.is_cuda:  # a store without a device lends what it has on the host
+                    tensor.record_stream(stream)
 
 
 def _decodes(part: Part) -> bool:
