@@ -75,6 +75,7 @@ def test_killed_runs_leave_a_whole_store_and_the_next_goes_on(model: Path, tmp_p
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_twenty_times(model: Path, tmp_path: Path, seed: int) -> None:
     kill_until_done(model, tmp_path, kills=20, seed=seed)
