@@ -134,7 +134,12 @@ class VisionEncoder:
         )
         self.store.put_encoder(
             fingerprint,
-            {"family": family.name, "model": self.loaded.name, "dtype": str(self.loaded.dtype), **configs},
+            {
+                "family": family.name,
+                "model": self.loaded.name,
+                "dtype": str(self.loaded.dtype).removeprefix("torch."),
+                "configs": configs,
+            },
         )
         return fingerprint
 

@@ -95,7 +95,9 @@ async def _load(
         await loop.run_in_executor(None, vlm.close)
         raise
     except Exception as exc:
-        LOG.error("the model can't be served: %s", exc, exc_info=not isinstance(exc, ApiError))
+        LOG.error(
+            "the model can't be served: %s", exc, exc_info=not isinstance(exc, (ApiError, FeatcacheError))
+        )
         if on_failure is not None:
             on_failure(exc)
         return

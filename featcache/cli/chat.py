@@ -25,8 +25,12 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 512,
 ) -> None:
     """Talk with a model about pictures; what it has seen once is not encoded again."""
-    from featcache.engine import CachedVLM
+    from featcache.images import open_image
     from featcache.settings import store_path
+
+    for path in image or []:
+        open_image(path)  # one that can't be shown ends the command before the model is loaded
+    from featcache.engine import CachedVLM
 
     with CachedVLM.from_pretrained(model, store=store_path(store), device=device, dtype=dtype) as vlm:
         typer.echo(HELP)
