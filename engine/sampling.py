@@ -101,15 +101,15 @@ def _check_int(name: str, value: Any, low: int | None, high: int | None, *, none
     if not isinstance(value, int) or isinstance(value, bool):
         raise RequestError(f"{name}: {value!r}; it is a whole number")
     if (low is not None and value < low) or (high is not None and value > high):
-        raise RequestError(
-            f"{name}: {value}; it lies between {low} and {high if high is not None else '...'}"
-        )
+        bounds = f"is at least {low}" if high is None else f"lies between {low} and {high}"
+        raise RequestError(f"{name}: {value}; it {bounds}")
 
 
 def _check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not low <= value <= high or (above and value == low):
-        raise RequestError(f"{name}: {value!r}; it lies between {low} and {high}")
+        bounds = f"is above {low} and at most {high}" if above else f"lies between {low} and {high}"
+        raise RequestError(f"{name}: {value!r}; it {bounds}")
 
 
 class Logprob(NamedTuple):

@@ -14,7 +14,7 @@ from featcache.engine.families.base import ImageOptions
 from featcache.engine.loading import Loaded, load_model
 from featcache.engine.prompt import build_prompt
 from featcache.engine.sampling import SamplingParams
-from featcache.errors import FeatcacheError
+from featcache.errors import FeatcacheError, RequestError
 from featcache.features import Features
 from featcache.images import ImageSource
 from featcache.settings import DEFAULT_STORE
@@ -160,9 +160,11 @@ class CachedVLM:
     def encode(self, images: Sequence[ImageSource], *, options: ImageOptions | None = None) -> list[Features]:
         """The features of images, on the host; only those that no tier has go through the tower.
 
-        Raises ImageError for the first image that can't be one.
+        Raises ImageError for the first image that can't be one, RequestError for one image without a list.
         """
-        return self.encoder.encode(images, options or ImageOptions())
+        if isinstance(images, (str, bytes, os.PathLike)) or not isinstance(images, Iterable):
+            raise RequestError("images: it is a list of images; for one, write [image]")
+        return self.encoder.encode(list(images), options or ImageOptions())
 
     def warm(
         self,

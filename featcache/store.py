@@ -88,6 +88,8 @@ class FeatureStore:
         Raises ConfigError for a setting that can't be, SchemaError for a store of another version, StoreError
         for a readonly one that isn't there.
         """
+        if path is not None and not os.fspath(path):
+            raise ConfigError("path: empty; name a folder, or None for no disk tier")
         place = cuda_device(device)
         host_size, device_size = (
             parse_size(host_bytes, "host_bytes"),

@@ -237,3 +237,11 @@ def test_random_comings_and_goings_leak_nothing(opened: Callable[..., CachedVLM]
         reply = generation.result(120)
         assert reply.token_ids == expected[seed][: len(reply.token_ids)]
     assert vlm.engine.stats()["blocks_used"] == 0 and vlm.engine.check() == [] and vlm.store.check() == []
+
+
+def test_one_image_without_a_list_is_told_apart_from_a_list(opened: Callable[..., CachedVLM]) -> None:
+    vlm = opened()
+    for single in ("page.png", b"\x89PNG", Path("page.png"), noise(80, 60, 1)):
+        with pytest.raises(RequestError, match="it is a list of images"):
+            vlm.encode(single)  # type: ignore[arg-type]
+    assert len(vlm.encode(iter([noise(80, 60, 1), noise(80, 60, 2)]))) == 2  # type: ignore[arg-type]

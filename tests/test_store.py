@@ -711,6 +711,11 @@ def test_bad_settings_are_refused_by_name(tmp_path: Path, settings: dict[str, ob
         FeatureStore.open(tmp_path, **settings)  # type: ignore[arg-type]
 
 
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    with pytest.raises(ConfigError, match="path: empty"):
+        FeatureStore.open("")
+
+
 def test_bad_key_is_refused(memory: FeatureStore) -> None:
     with pytest.raises(ConfigError, match="5 bytes; a feature key has 32"):
         memory.put(b"short", features_of(1))
