@@ -64,9 +64,9 @@ def main(family: str, place: Path) -> None:
             return sequences, logits
 
         runner.run = both  # type: ignore[method-assign]
-        for number in (1, 3, 3):  # the last time all prefixes are held, so that the three decode together
+        for number, tokens in ((1, 4), (3, 1), (3, 6)):  # at last all prefixes are held: they decode together
             talks = [[user(noise(80, 60, n), "is " * (n * 9 + 1))] for n in range(number)]
-            vlm.chat_batch(talks, max_tokens=10, ignore_eos=True)
+            vlm.chat_batch(talks, max_tokens=tokens, ignore_eos=True)
         assert vlm.engine.stats()["graph_steps"] == len(errors) >= 8, errors
         assert max(errors) <= 1e-5, errors
         assert {(1, 1), (4, 3)} <= sizes, sizes
