@@ -5,8 +5,8 @@ PYTHONPATH=. python bench/h200_store.py [--device cuda|cpu] [--only NAME ...] [-
 It needs torch, numpy, xxhash, lmdb and blake3, and nothing else that featcache depends on. Where the last two
 are missing and can't be installed, bring their wheels:
 
-python -m pip install -q --no-index --no-deps --target /tmp/site .whl/lmdb-*.whl .whl/blake3-*.whl
-PYTHONPATH=/tmp/site:. python bench/h200_store.py --json store.json
+python -m pip install -q --no-index --no-deps --target site .whl/lmdb-*.whl .whl/blake3-*.whl
+PYTHONPATH=site:. python bench/h200_store.py --json store.json
 
 With --device cpu the parts that need no streams run on the host, to try the script itself.
 """

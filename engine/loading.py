@@ -61,6 +61,7 @@ def load_model(
     attention: str = "sdpa",
     chat_template: str | None = None,
     tower_only: bool = False,
+    compile_tower: bool = False,
 ) -> Loaded:
     """Load a model and its processor, ready to run.
 
@@ -69,6 +70,7 @@ def load_model(
     attention: of the vision tower, and of the language model until the engine sets its own.
     chat_template: Jinja text to use instead of the model's own.
     tower_only: leave the language model's weights out; what is loaded can encode images, and nothing else.
+    compile_tower: by torch.compile, at the first image of each kind of shape; see Family.compile_tower.
 
     Raises ModelError if there is no such model, its architecture isn't known, or its files can't be read.
     """
@@ -88,6 +90,8 @@ def load_model(
     except Exception as exc:  # from files of any make: transformers raises nearly anything
         raise ModelError(f"{name}: can't be loaded: {_first_line(exc)}") from exc
     family, tokenizer = load_family(loaded, processor), processor.tokenizer
+    if compile_tower:
+        family.compile_tower()
     source = chat_template or getattr(processor, "chat_template", None) or tokenizer.chat_template
     template = ChatTemplate(tokenizer, source, family.placeholder, [family.image_token], name)
     return Loaded(loaded, processor, tokenizer, family, template, name, path)

@@ -55,6 +55,7 @@ class CachedVLM:
         dtype: str = "auto",
         namespace: str = "",
         check: float = 0.0,
+        compile_tower: bool = False,
         settings: EngineSettings | None = None,
     ) -> Self:
         """Load a model and open the store.
@@ -64,11 +65,16 @@ class CachedVLM:
         device: "cuda" or "cpu"; by default CUDA if there is one. device_bytes only counts on CUDA.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         check: the share of hits, 0 to 1, that are encoded again and compared.
+        compile_tower: run the tower's layers through torch.compile; its features have keys of their own.
 
         Raises ModelError if the model can't be loaded or its images can't be cached exactly, ConfigError or
         StoreError if the store can't be opened.
         """
-        loaded = model if isinstance(model, Loaded) else load_model(model, device=device, dtype=dtype)
+        loaded = (
+            model
+            if isinstance(model, Loaded)
+            else load_model(model, device=device, dtype=dtype, compile_tower=compile_tower)
+        )
         on_cuda = loaded.device.type == "cuda"
         opened = (
             store

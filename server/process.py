@@ -70,6 +70,7 @@ def open_vlm(model: str, settings: ServerSettings) -> CachedVLM:
         device_bytes=settings.device_bytes,
         device=settings.device,
         dtype=settings.dtype,
+        compile_tower=settings.compile_tower,
         check=settings.check,
         settings=EngineSettings(max_waiting=settings.max_waiting, max_model_len=settings.max_model_len),
     )

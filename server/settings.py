@@ -39,6 +39,7 @@ class ServerSettings:
     device_bytes: Annotated[int, "Device memory for features, on CUDA.", "size"] = 2 << 30
     device: Annotated[str | None, '"cuda" or "cpu"; by default CUDA if there is one.'] = None
     dtype: Annotated[str, '"auto", "bfloat16", "float16" or "float32".'] = "auto"
+    compile_tower: Annotated[bool, "Run the vision tower's layers through torch.compile."] = False
     check: Annotated[float, "The share of hits, 0 to 1, that are encoded again and compared."] = 0.0
     max_model_len: Annotated[int | None, "Longest prompt and answer together, in tokens."] = None
     max_waiting: Annotated[int, "Requests that may wait; more get 503 and Retry-After."] = 256

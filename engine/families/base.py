@@ -93,6 +93,7 @@ class Family(ABC):
         self.image_token_id = int(model.config.image_token_id)
         self.image_token: str = processor.tokenizer.convert_ids_to_tokens(self.image_token_id)
         names = inspect.signature(type(self.text_model).forward).parameters
+        self.is_compiled = False
         self._cache_argument = "cache" if "cache" in names else "past_key_values"  # renamed in 5.24
         if not set(getattr(self.text_config, "layer_types", None) or ()) <= _PAGED_LAYERS:
             self._refuse_layers()
@@ -162,6 +163,18 @@ class Family(ABC):
                         f"layout has {pixels.layout.num_tokens} tokens"
                     )
         return images
+
+    def compile_tower(self) -> None:
+        """Let torch.compile make the kernels of the tower's layers, at their first call.
+
+        Last bits of features differ from then on, so that they are another encoder's.
+        """
+        language = {id(module) for module in self.text_model.modules()}
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.ModuleList) and id(module) not in language:
+                for layer in module:
+                    layer.compile(dynamic=True)
+        self.is_compiled = True
 
     @abstractmethod
     def collate(self, batch: Sequence[Pixels]) -> dict[str, Any]:
@@ -274,6 +287,8 @@ class Family(ABC):
             "dtype": str(self.model.dtype),
             "attention": getattr(self.config.vision_config, "_attn_implementation", None),
         }
+        if self.is_compiled:
+            tower["compiled"] = torch.__version__
         return {"model": model, "tower": tower, "processor": self.processor_config()}
 
     def processor_config(self) -> dict[str, Any]:

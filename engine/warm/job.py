@@ -39,6 +39,7 @@ class Job:
     settings: WarmSettings = WarmSettings()  # noqa: RUF009 (frozen)
     device: str | None = None
     dtype: str = "auto"
+    compile_tower: bool = False
     namespace: str = ""
     sync: bool = True
     threads: int | None = None
@@ -65,7 +66,9 @@ def opened(job: Job, *, readonly: bool = False) -> Iterator[VisionEncoder]:
     device = parse_device(job.device) if job.device else None
     if job.threads:
         torch.set_num_threads(job.threads)
-    loaded = load_model(job.model, device=device, dtype=job.dtype, tower_only=True)
+    loaded = load_model(
+        job.model, device=device, dtype=job.dtype, tower_only=True, compile_tower=job.compile_tower
+    )
     path: Path | None = job.store
     if readonly and not (job.store / "data.mdb").is_file():
         path = None

@@ -40,6 +40,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--max-pixels", type=_POSITIVE, help="Scale larger images down to this area.")
 @click.option("--max-tiles", type=_POSITIVE, help="Tiles that an image is cut into at most.")
 @click.option("--dtype", default="auto", help="Of the tower: auto, bfloat16, float16, float32.  [auto]")
+@click.option("--compile-tower", is_flag=True, help="As in `serve`: its features have keys of their own.")
 @click.option("--device", "--devices", "devices", help="cpu, cuda, or GPUs by number: 0,1 (a process each).")
 @click.option("--batch-size", type=_POSITIVE, help="Images in one call of the tower at most.")
 @click.option("--workers", type=_POSITIVE, help="Threads that decode and preprocess.  [one a core]")
@@ -120,7 +121,7 @@ def _job(model: str, sources: tuple[str, ...], device: str | None, given: dict[s
         settings=WarmSettings(images=images, **wanted),
         device=device,
         sync=store.sync,
-        **those("dtype", "namespace"),
+        **those("dtype", "namespace", "compile_tower"),
     )
 
 
