@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from featcache.errors import StoreClosedError, StoreError
+from featcache.tiers import writer as writer_module
 from featcache.tiers.disk import DiskTier, WriteResult
 from featcache.tiers.writer import DiskWriter
 from tests.records import MIB, header_of, is_right, key_of, read, record_of
@@ -142,9 +143,28 @@ def test_close_gives_up_while_another_process_keeps_the_write_lock(
     header, pieces = record_of(1)
     writer.submit(header, pieces, lambda stored: None)
     assert not writer.close(timeout_s=0.2)
-    assert "1 records were not written" in caplog.text and "write lock" in caplog.text
+    assert "1 records not written" in caplog.text and "write lock" in caplog.text
     holder.communicate("")  # it ends, and with it its lock
     assert writer.close(timeout_s=30) and tier.contains(key_of(1))
+    tier.close()
+
+
+def test_close_waits_for_a_slow_disk_that_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "BATCH_RECORDS", 1)
+    tier = DiskTier.open(tmp_path / "store", max_bytes=64 * MIB)
+    write = tier.write
+
+    def slowly(*batch: Any) -> WriteResult:
+        threading.Event().wait(0.5)
+        return write(*batch)
+
+    monkeypatch.setattr(tier, "write", slowly)
+    writer = DiskWriter(tier, max_bytes=8 * MIB)
+    for n in range(6):
+        header, pieces = record_of(n)
+        writer.submit(header, pieces, lambda stored: None)
+    assert writer.close(timeout_s=2)  # less than all of them take, and far more than one does
+    assert all(tier.contains(key_of(n)) for n in range(6))
     tier.close()
 
 

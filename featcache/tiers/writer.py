@@ -183,18 +183,21 @@ class DiskWriter:
             )
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Write what is queued, then end the thread.
+        """Write what is queued, then end the thread, however long that takes while it gets on.
 
-        False if that takes longer, as when another process keeps LMDB's write lock: the thread still uses the
-        tier then, and what it can't write any more is lost.
+        False if nothing is written for so long, as when another process keeps LMDB's write lock: the thread
+        still uses the tier then, and what it can't write any more is lost.
         """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        before = -1
+        while self._thread.is_alive() and before < self._finished:
+            before = self._finished
+            self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning(
-                "disk tier: %d records were not written within %.0f s of closing; "
+                "disk tier: closing with %d records not written, and none written for %.0f s; "
                 "does another process hold the store's write lock?",
                 self.stats().waiting,
                 timeout_s,
