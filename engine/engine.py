@@ -282,50 +282,20 @@ class Engine:
                 self._fail(sequence, engine_error(exc))
 
     def _take_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        sequence.mark("first token")
-        sequence.ids.append(token)
         sequence.sampler.note(token)
-        if logprobs is not None:
-            sequence.logprobs.append(logprobs)
-        params = sequence.params
-        is_stop = token in params.stop_token_ids or (token in self.stop_ids and not params.ignore_eos)
-        text = "" if is_stop else sequence.text.add(token)
-        reported = () if logprobs is None else (logprobs,)
-        if is_stop or sequence.text.stopped:
-            self._finish(sequence, State.FINISHED, "stop", text, (token,), reported)
-        elif len(sequence.ids) >= sequence.max_len:
-            self._finish(sequence, State.FINISHED, "length", text, (token,), reported)
-        else:
-            sequence.pieces.append(text)
-            sequence.generation.emit(TokenDelta(text, (token,), reported))
+        reason = sequence.take(token, logprobs, self.stop_ids)
+        if reason is not None:
+            self._finish(sequence, State.FINISHED, reason)
 
     # Ends
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        state: State,
-        reason: FinishReason,
-        text: str = "",
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> None:
-        text += sequence.text.finish()
-        sequence.pieces.append(text)
-        reply = Reply(
-            text="".join(sequence.pieces),
-            finish_reason=reason,
-            token_ids=tuple(sequence.answer),
-            usage=sequence.usage(),
-            images=sequence.image_uses(),
-            timings=sequence.timings(),
-            logprobs=tuple(sequence.logprobs),
-        )
+    def _finish(self, sequence: Sequence, state: State, reason: FinishReason) -> None:
+        delta, reply = sequence.end(reason)
         self._end(sequence, state)
         self._counts["prompt_tokens"] += reply.usage.prompt_tokens
         self._counts["cached_tokens"] += reply.usage.cached_tokens
         self._counts["completion_tokens"] += reply.usage.completion_tokens
-        sequence.generation.finish(TokenDelta(text, tokens, logprobs, reason), reply)
+        sequence.generation.finish(delta, reply)
 
     def _fail(self, sequence: Sequence, error: FeatcacheError) -> None:
         self._end(sequence, State.FAILED)
