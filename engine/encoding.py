@@ -9,31 +9,48 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from featcache.engine.answer import Answer
 from featcache.engine.encoder import VisionEncoder
-from featcache.engine.scheduler import Wanted
-from featcache.engine.sequence import Sequence
 from featcache.errors import FeatcacheError, RequestError
 from featcache.lease import Lease
 
 log = logging.getLogger("featcache")
 
 
+A = TypeVar("A", bound=Answer)
+
+# Of images, that one call gets features of: the first of many requests don't wait for the last one's images.
+MAX_TOKENS = 16384
+
+
+class Wanted(NamedTuple, Generic[A]):
+    """The numbers of those images of a sequence whose features it needs."""
+
+    sequence: A
+    images: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sequence.prompt.layouts[image].num_tokens for image in self.images)
+
+
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(Generic[A]):
     """What became of them. ready: a CUDA event after which the features may be read."""
 
-    sequence: Sequence
+    sequence: A
     leases: dict[int, Lease]
     error: FeatcacheError | None
     ready: torch.cuda.Event | None
     seconds: float
 
 
-class EncodingThread:
-    """Gets features for all sequences that want some, in one call; those that come meanwhile, in the next.
+class EncodingThread(Generic[A]):
+    """Gets features for all sequences that want some, in one call up to MAX_TOKENS; others in the next.
 
     wake: called when something is done, on this thread.
     """
@@ -46,19 +63,19 @@ class EncodingThread:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._changed = threading.Condition()  # guards all below
-        self._wanted: deque[Wanted] = deque()
-        self._done: deque[Encoded] = deque()
+        self._wanted: deque[Wanted[A]] = deque()
+        self._done: deque[Encoded[A]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def want(self, wanted: Items[Wanted]) -> None:
+    def want(self, wanted: Items[Wanted[A]]) -> None:
         if wanted:
             with self._changed:
                 self._wanted.extend(wanted)
                 self._changed.notify_all()
 
-    def take(self) -> list[Encoded]:
+    def take(self) -> list[Encoded[A]]:
         """What is done since the last call; the leases are the caller's."""
         with self._changed:
             done = list(self._done)
@@ -82,16 +99,31 @@ class EncodingThread:
                     self._changed.wait()
                 if self._closing:
                     return
-                wanted = [w for w in self._wanted if not w.sequence.is_cancelled]
-                given_up = [Encoded(w.sequence, {}, None, None, 0.0) for w in self._wanted if w not in wanted]
-                self._wanted.clear()
+                wanted, given_up = self._next()
             with torch.cuda.stream(self._stream):
                 done = self._encode(wanted)
             with self._changed:
                 self._done.extend([*given_up, *done])
             self._wake()
 
-    def _encode(self, wanted: Items[Wanted]) -> list[Encoded]:
+    def _next(self) -> tuple[list[Wanted[A]], list[Encoded[A]]]:
+        """What the next call is for, and those that nobody waits for any more."""
+        wanted: list[Wanted[A]] = []
+        given_up: list[Encoded[A]] = []
+        tokens = 0
+        while self._wanted:
+            first = self._wanted[0]
+            if first.sequence.is_cancelled:
+                given_up.append(Encoded(first.sequence, {}, None, None, 0.0))
+            elif wanted and tokens + first.num_tokens > MAX_TOKENS:
+                break
+            else:
+                wanted.append(first)
+                tokens += first.num_tokens
+            self._wanted.popleft()
+        return wanted, given_up
+
+    def _encode(self, wanted: Items[Wanted[A]]) -> list[Encoded[A]]:
         began = time.perf_counter()
         refs = [sequence.prompt.images[image] for sequence, images in wanted for image in images]
         try:

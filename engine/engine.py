@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from featcache.engine.encoder import VisionEncoder
-from featcache.engine.encoding import EncodingThread, engine_error
+from featcache.engine.encoding import EncodingThread, Wanted, engine_error
 from featcache.engine.generation import FinishReason, Generation, Reply, TokenDelta
 from featcache.engine.kv import BLOCK, Blocks, block_bytes
 from featcache.engine.loading import Loaded
 from featcache.engine.prompt import Prompt
 from featcache.engine.runner import ModelRunner
 from featcache.engine.sampling import SamplingParams, TokenLogprobs
-from featcache.engine.scheduler import Scheduler, Wanted
+from featcache.engine.scheduler import Scheduler
 from featcache.engine.sequence import Sequence, State
 from featcache.errors import (
     CancelledError,
@@ -82,7 +82,7 @@ class Engine:
         self.max_model_len = min(
             self.settings.max_model_len or family.max_positions, family.max_positions, num_blocks * BLOCK
         )
-        self.stop_ids = _stop_ids(loaded)
+        self.stop_ids = stop_ids_of(loaded)
         self._runner = ModelRunner(loaded, num_blocks, cuda_graphs=self.settings.cuda_graphs)
         self._scheduler = Scheduler(
             Blocks(num_blocks),
@@ -92,8 +92,8 @@ class Engine:
             keeps_images_whole=family.bidirectional_images,
         )
         self._encoder = encoder
-        self._encoding = EncodingThread("featcache-encode", encoder, self._wake)
-        self._looking_up = EncodingThread("featcache-lookup", encoder, self._wake)
+        self._encoding = EncodingThread[Sequence]("featcache-encode", encoder, self._wake)
+        self._looking_up = EncodingThread[Sequence]("featcache-lookup", encoder, self._wake)
         self._changed = threading.Condition()  # guards the four below
         self._incoming: deque[Sequence] = deque()
         self._num_open = 0
@@ -234,10 +234,10 @@ class Engine:
                     self._fail(sequence, engine_error(exc))
         self._counts["steps"] += 1
 
-    def _get_features(self, all_wanted: Items[Wanted]) -> None:
+    def _get_features(self, all_wanted: Items[Wanted[Sequence]]) -> None:
         """Those that are all held don't wait for those that have to be made."""
-        held: list[Wanted] = []
-        missing: list[Wanted] = []
+        held: list[Wanted[Sequence]] = []
+        missing: list[Wanted[Sequence]] = []
         for wanted in all_wanted:
             keys = [wanted.sequence.prompt.images[image].key for image in wanted.images]
             is_held = all(self._encoder.store.tier_of(key) is not None for key in keys)
@@ -314,7 +314,7 @@ class Engine:
             self._fail(sequence, CancelledError("the engine was closed"))
 
 
-def _stop_ids(loaded: Loaded) -> frozenset[int]:
+def stop_ids_of(loaded: Loaded) -> frozenset[int]:
     """The tokens at which the model itself ends an answer."""
     eos = loaded.model.generation_config.eos_token_id
     if eos is None:

@@ -76,8 +76,8 @@ def load_model(
     """
     from transformers import AutoProcessor
 
-    name, path = os.fspath(model), _locate(model)
-    config = _config(name, path)
+    name, path = os.fspath(model), locate(model)
+    config = read_config(name, path)
     family_of(config)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
@@ -89,12 +89,18 @@ def load_model(
         loaded = loaded.to(target).eval().requires_grad_(False)
     except Exception as exc:  # from files of any make: transformers raises nearly anything
         raise ModelError(f"{name}: can't be loaded: {_first_line(exc)}") from exc
-    family, tokenizer = load_family(loaded, processor), processor.tokenizer
+    bound = bind(loaded, processor, name, path, chat_template)
     if compile_tower:
-        family.compile_tower()
+        bound.family.compile_tower()
+    return bound
+
+
+def bind(model: Any, processor: Any, name: str, path: str, chat_template: str | None = None) -> Loaded:
+    """A model and its processor with their family's adapter and the chat template."""
+    family, tokenizer = load_family(model, processor), processor.tokenizer
     source = chat_template or getattr(processor, "chat_template", None) or tokenizer.chat_template
     template = ChatTemplate(tokenizer, source, family.placeholder, [family.image_token], name)
-    return Loaded(loaded, processor, tokenizer, family, template, name, path)
+    return Loaded(model, processor, tokenizer, family, template, name, path)
 
 
 def _model_class(config: Any, tower_only: bool) -> Any:
@@ -105,7 +111,8 @@ def _model_class(config: Any, tower_only: bool) -> Any:
     return without_language_model(AutoModelForImageTextToText._model_mapping[type(config)])
 
 
-def _locate(model: str | os.PathLike[str]) -> str:
+def locate(model: str | os.PathLike[str]) -> str:
+    """The folder of a model, or its name on the hub. Raises ModelError for a folder that holds none."""
     name = os.fspath(model)
     if name in BUNDLED:
         from featcache.bundled import bundled_model
@@ -121,7 +128,8 @@ def _locate(model: str | os.PathLike[str]) -> str:
     return str(folder)
 
 
-def _config(name: str, path: str) -> Any:
+def read_config(name: str, path: str) -> Any:
+    """Raises ModelError if there is none, or it can't be used."""
     from transformers import AutoConfig
 
     try:

@@ -11,16 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from featcache.engine.encoding import Wanted
 from featcache.engine.kv import BLOCK, Blocks
 from featcache.engine.prefix import is_inside, longest_held
 from featcache.engine.sequence import Sequence, State
-
-
-class Wanted(NamedTuple):
-    """The numbers of those images of a sequence whose features it needs."""
-
-    sequence: Sequence
-    images: list[int]
 
 
 class Part(NamedTuple):
@@ -67,7 +61,7 @@ class Scheduler:
 
     # Which images are wanted
 
-    def prepare(self) -> list[Wanted]:
+    def prepare(self) -> list[Wanted[Sequence]]:
         """Move on those that wait; returns what they want to be encoded or looked up."""
         wanted = []
         for sequence in self._next:

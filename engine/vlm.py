@@ -14,17 +14,19 @@ from featcache.engine.families.base import ImageOptions
 from featcache.engine.loading import Loaded, load_model
 from featcache.engine.prompt import build_prompt
 from featcache.engine.sampling import SamplingParams
-from featcache.errors import FeatcacheError, RequestError
+from featcache.errors import ConfigError, FeatcacheError, RequestError
 from featcache.features import Features
 from featcache.images import ImageSource
 from featcache.settings import DEFAULT_STORE
 from featcache.store import FeatureStore
 
 if TYPE_CHECKING:
+    from featcache.engine.lmdeploy.engine import LMDeployEngine, LMDeploySettings
     from featcache.engine.warm.report import Progress, WarmReport
     from featcache.engine.warm.sources import Source
 
 Message = Mapping[str, Any]
+Backend = Literal["native", "lmdeploy"]
 
 
 class CachedVLM:
@@ -34,7 +36,13 @@ class CachedVLM:
     """
 
     def __init__(
-        self, loaded: Loaded, store: FeatureStore, encoder: VisionEncoder, engine: Engine, *, owns_store: bool
+        self,
+        loaded: Loaded,
+        store: FeatureStore,
+        encoder: VisionEncoder,
+        engine: Engine | LMDeployEngine,
+        *,
+        owns_store: bool,
     ) -> None:
         self.loaded = loaded
         self.store = store
@@ -56,7 +64,8 @@ class CachedVLM:
         namespace: str = "",
         check: float = 0.0,
         compile_tower: bool = False,
-        settings: EngineSettings | None = None,
+        backend: Backend = "native",
+        settings: EngineSettings | LMDeploySettings | None = None,
     ) -> Self:
         """Load a model and open the store.
 
@@ -66,15 +75,21 @@ class CachedVLM:
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         check: the share of hits, 0 to 1, that are encoded again and compared.
         compile_tower: run the tower's layers through torch.compile; its features have keys of their own.
+        backend: "native" (transformers, on the CPU or one GPU), or "lmdeploy" (LMDeploy's PyTorch engine).
+        settings: EngineSettings, or LMDeploySettings with backend="lmdeploy".
 
         Raises ModelError if the model can't be loaded or its images can't be cached exactly, ConfigError or
         StoreError if the store can't be opened.
         """
-        loaded = (
-            model
-            if isinstance(model, Loaded)
-            else load_model(model, device=device, dtype=dtype, compile_tower=compile_tower)
-        )
+        pipeline: Any = None
+        if backend == "lmdeploy":
+            loaded, pipeline = _open_lmdeploy(model, settings, device, dtype, compile_tower)
+        elif backend != "native":
+            raise ConfigError(f"backend: {backend!r}; there are 'native' and 'lmdeploy'")
+        elif isinstance(model, Loaded):
+            loaded = model
+        else:
+            loaded = load_model(model, device=device, dtype=dtype, compile_tower=compile_tower)
         on_cuda = loaded.device.type == "cuda"
         opened = (
             store
@@ -89,7 +104,7 @@ class CachedVLM:
         )
         try:
             encoder = VisionEncoder(loaded, opened, namespace=namespace, check=check)
-            engine = Engine(loaded, encoder, settings or EngineSettings())
+            engine = _engine(loaded, encoder, settings, pipeline)
         except BaseException:
             if opened is not store:
                 opened.close()
@@ -217,3 +232,41 @@ class CachedVLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _engine(
+    loaded: Loaded,
+    encoder: VisionEncoder,
+    settings: EngineSettings | LMDeploySettings | None,
+    pipeline: Any,
+) -> Engine | LMDeployEngine:
+    """pipeline: LMDeploy's engine; None for the native backend."""
+    if pipeline is None:
+        if not isinstance(settings, EngineSettings | None):
+            raise ConfigError("settings: the native backend takes EngineSettings")
+        return Engine(loaded, encoder, settings)
+    from featcache.engine.lmdeploy.engine import LMDeployEngine, LMDeploySettings
+
+    assert isinstance(settings, LMDeploySettings | None)
+    return LMDeployEngine(loaded, encoder, settings or LMDeploySettings(), pipeline)
+
+
+def _open_lmdeploy(
+    model: str | os.PathLike[str] | Loaded,
+    settings: EngineSettings | LMDeploySettings | None,
+    device: str | None,
+    dtype: str,
+    compile_tower: bool,
+) -> tuple[Loaded, Any]:
+    from featcache.engine.lmdeploy.engine import LMDeploySettings
+    from featcache.engine.lmdeploy.opening import open_lmdeploy
+
+    if isinstance(model, Loaded):
+        raise ConfigError("model: backend lmdeploy loads models itself; give it a folder or a name")
+    if not isinstance(settings, LMDeploySettings | None):
+        raise ConfigError("settings: backend lmdeploy takes LMDeploySettings")
+    if device not in (None, "cuda"):
+        raise ConfigError(f"device: {device!r}; backend lmdeploy runs on CUDA")
+    if compile_tower:
+        raise ConfigError("compile_tower: only the native backend compiles its tower")
+    return open_lmdeploy(model, settings or LMDeploySettings(), dtype=dtype)

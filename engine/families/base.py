@@ -289,6 +289,8 @@ class Family(ABC):
         }
         if self.is_compiled:
             tower["compiled"] = torch.__version__
+        if runtime := getattr(self.model, "runtime", None):  # of a tower that isn't transformers' own
+            tower["runtime"] = runtime
         return {"model": model, "tower": tower, "processor": self.processor_config()}
 
     def processor_config(self) -> dict[str, Any]:
