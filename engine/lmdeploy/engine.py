@@ -338,7 +338,7 @@ class LMDeployEngine:
         future = self._featured[answer] = self._loop.create_future()
         (self._looking_up if is_held else self._encoding).want([Wanted(answer, images)])
         try:
-            encoded = await future
+            encoded: Encoded[Answer] = await future
         finally:
             del self._featured[answer]
         if encoded.error is not None:

@@ -50,8 +50,8 @@ class Adjustment:
         answer = ids[self._answer.num_prompt :].to("cpu", torch.int64)
         values = logits.float().cpu()
         if len(answer) and (params.presence_penalty or params.frequency_penalty):
-            tokens, times = answer.unique(return_counts=True)
-            values[tokens] -= params.presence_penalty + params.frequency_penalty * times.float()
+            times = torch.bincount(answer, minlength=values.shape[0])
+            values -= params.presence_penalty * (times > 0) + params.frequency_penalty * times
         for token, bias in params.logit_bias.items():
             if token >= values.shape[0]:
                 raise RequestError(f"logit_bias: token {token} is beyond the vocabulary of {values.shape[0]}")

@@ -34,7 +34,7 @@ class Span:
 
 def cut(prompt: Prompt, block: int) -> list[Span]:
     """The spans of a prompt, in order, none across a boundary of `block` tokens."""
-    pieces = [
+    pieces: list[tuple[int | None, int, int, int]] = [
         (run.image, start, stop, run.row + start - run.start)
         for run in prompt.runs
         for start, stop in _pieces(run.start, run.stop, block)
