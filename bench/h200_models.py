@@ -147,7 +147,8 @@ def qwen25_vl(device: torch.device, tiny: bool) -> Loaded:
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.03,
     }
     vision = {
         "depth": 32,
@@ -170,7 +171,7 @@ def qwen25_vl(device: torch.device, tiny: bool) -> Loaded:
         video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
     )
     return _loaded("Qwen2.5-VL-3B", config, processor, device)
 
@@ -188,7 +189,7 @@ def internvl(device: torch.device, tiny: bool) -> Loaded:
     video = tf.InternVLVideoProcessor()
     processor = tf.InternVLProcessor(images, tokenizer, video, image_seq_length=256, chat_template=template)
     text = {
-        "model_type": "llama",
+        "model_type": "qwen2",
         "vocab_size": 92553,
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -199,6 +200,8 @@ def internvl(device: torch.device, tiny: bool) -> Loaded:
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.03,
     }
     vision = {
         "model_type": "internvl_vision",
@@ -219,8 +222,90 @@ def internvl(device: torch.device, tiny: bool) -> Loaded:
         text_config=text,
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=256,
+        tie_word_embeddings=False,
     )
     return _loaded("InternVL2-2B", config, processor, device)
+
+
+def qwen3_vl(device: torch.device, tiny: bool) -> Loaded:
+    """Qwen3-VL with DeepStack, of a few layers: to be right on, not to be timed."""
+    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    names |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+    tokenizer = make_tokenizer(QWEN, names, "<|im_end|>")
+    template = CHATML_IMAGE.replace("@IMAGE@", "<|vision_start|><|image_pad|><|vision_end|>")
+    size = {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 1024}
+    images = tf.Qwen2VLImageProcessor(size=size, patch_size=16, temporal_patch_size=2, merge_size=2)
+    video = tf.Qwen3VLVideoProcessor()
+    processor = tf.Qwen3VLProcessor(images, tokenizer, video, chat_template=template)
+    ids = tokenizer.convert_tokens_to_ids
+    text = {
+        "vocab_size": 2000,
+        "hidden_size": 256 if tiny else 1024,
+        "intermediate_size": 512 if tiny else 3072,
+        "num_hidden_layers": 4 if tiny else 12,
+        "num_attention_heads": 2 if tiny else 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.03,
+    }
+    vision = {
+        "depth": 8,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_heads": 8,
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": 16,
+        "deepstack_visual_indexes": [2, 4, 6],
+    }
+    config = tf.Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    return _loaded("Qwen3-VL", config, processor, device)
+
+
+TEXT_ARCHITECTURES = {
+    "InternVL2-2B": "Qwen2ForCausalLM",
+    "Qwen2.5-VL-3B": "Qwen2ForCausalLM",
+    "Qwen3-VL": "Qwen3ForCausalLM",
+}
+
+
+def save_folder(shape: str, folder: Path, device: torch.device, tiny: bool) -> None:
+    """A model in `folder`, for processes that load one: bfloat16, its answers depending on the images."""
+    loaded = (SHAPES | {"Qwen3-VL": qwen3_vl})[shape](device, tiny)
+    look_at_images(loaded.model)
+    loaded.model.save_pretrained(folder)
+    loaded.processor.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["architectures"] = [TEXT_ARCHITECTURES[shape]]  # LMDeploy asks for it
+    path.write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def look_at_images(model: Any) -> None:
+    """Scale random weights: attention that is peaked, and layers that add little, so that every token of the
+    prompt may decide the next one. Plain random weights give one answer to all images."""
+    language = model.model.language_model
+    depth = len(language.layers)
+    language.embed_tokens.weight.div_(language.embed_tokens.weight.float().std())
+    for layer in language.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.mul_(1.5)
+        layer.self_attn.o_proj.weight.mul_(0.5)
+        layer.mlp.down_proj.weight.div_((2 * depth) ** 0.5)
 
 
 SHAPES: dict[str, Callable[[torch.device, bool], Loaded]] = {
