@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import multiprocessing
 import os
 import threading
@@ -99,9 +100,7 @@ class Stock:
             logprobs=1 if request.logprobs else None,
         )
         session = self.engine.session_mgr.get()
-        return await self.engine.preprocess(
-            messages=request.messages, session_id=session, gen_config=config
-        )
+        return await self.engine.preprocess(messages=request.messages, session_id=session, gen_config=config)
 
     async def _one(self, request: Request, ready: Any) -> Got:
         began = time.perf_counter()
@@ -129,7 +128,9 @@ class Stock:
 class Ours:
     """CachedVLM with backend="lmdeploy"."""
 
-    def __init__(self, folder: Path, share: float, stand_in: bool, store: Path, options: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, share: float, stand_in: bool, store: Path, options: dict[str, Any]
+    ) -> None:
         self.vlm = _stand_in(folder, store) if stand_in else _open(folder, share, store, options)
         self.pool = ThreadPoolExecutor(THREADS)
 
@@ -279,7 +280,9 @@ def _without_engine(cls: Any) -> Any:
         async def async_stream_infer(self, session_id: int, gen_config: Any, **_: Any) -> Any:
             for number in range(gen_config.max_new_tokens):
                 is_last = number + 1 == gen_config.max_new_tokens
-                yield EngineOutput(ResponseType.FINISH if is_last else ResponseType.SUCCESS, [40], [{40: -1.0}])
+                yield EngineOutput(
+                    ResponseType.FINISH if is_last else ResponseType.SUCCESS, [40], [{40: -1.0}]
+                )
                 await asyncio.sleep(0)
 
         async def async_cancel(self, session_id: int) -> None: ...
@@ -336,6 +339,7 @@ class Worker:
 
 def _serve(pipe: Any, kind: str, args: Any) -> None:
     began = time.perf_counter()
+    logging.getLogger("lmdeploy").setLevel(logging.WARNING)
     try:
         worker = {"stock": Stock, "ours": Ours}[kind](*args)
     except BaseException:

@@ -34,7 +34,9 @@ PROCESSORS = {
 class StandInEngine:
     """As lmdeploy.pytorch.engine.Engine, to LMDeployEngine. Requests run one after another."""
 
-    def __init__(self, loaded: Loaded, *, block: int = 16, blocks: int = 256, session_len: int = 2048) -> None:
+    def __init__(
+        self, loaded: Loaded, *, block: int = 16, blocks: int = 256, session_len: int = 2048
+    ) -> None:
         self.loaded = loaded
         self.block = block
         self.max_session_len = session_len
