@@ -333,20 +333,23 @@ class VisionEncoder:
                 future.cancel()
 
     def _run_tower(self, batch: Sequence[tuple[ImageRef, Pixels]]) -> dict[FeatureKey, Features | Exception]:
-        """One call of the tower; two of half the size where memory runs out."""
+        """One call of the tower; two of half the size where it fails, so that one image fails alone."""
         cost = sum(pixels.cost for _, pixels in batch)
         try:
             with self._tower, self._budget.measure(cost):
                 return self._encoded(batch)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as exc:
-            if not _is_out_of_memory(exc):
-                raise
+        except Exception as exc:
+            is_out_of_memory = _is_out_of_memory(exc)
+            if len(batch) == 1 and not is_out_of_memory:
+                batch[0][0].prepared.let_go()
+                return {batch[0][0].key: exc}
         # outside of the handler: the exception's frames hold the tensors that didn't fit
-        self._count("out_of_memory")
-        with self._tower:
-            self._budget.ran_out(cost)
-        if self.loaded.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if is_out_of_memory:
+            self._count("out_of_memory")
+            with self._tower:
+                self._budget.ran_out(cost)
+            if self.loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
         if len(batch) > 1:
             half = len(batch) // 2
             return self._run_tower(batch[:half]) | self._run_tower(batch[half:])

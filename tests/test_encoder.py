@@ -261,6 +261,28 @@ def test_an_error_of_the_tower_reaches_the_caller_and_leaves_no_trace(
     encoder.close()
 
 
+def test_an_image_that_the_tower_fails_on_fails_alone(loaded: Loaded, store: FeatureStore) -> None:
+    class Broken(Qwen2VL):  # fault injection: the error of a bug
+        def encode(self, batch: Sequence[Pixels]) -> list[dict[str, torch.Tensor]]:
+            if any(torch.equal(pixels.tensors["pixel_values"], bad) for pixels in batch):
+                raise RuntimeError("a kernel failed")
+            return super().encode(batch)
+
+    family = Broken(loaded.model, loaded.processor)
+    encoder = VisionEncoder(replace(loaded, family=family), store)
+    refs = [encoder.identify(data) for data in FILES]
+    bad = encoder.prepare(refs[1]).tensors["pixel_values"]
+    outcomes = encoder.features(refs)
+    assert "a kernel failed" in str(outcomes[1])
+    for number, outcome in enumerate(outcomes):
+        if number != 1:
+            assert isinstance(outcome, Lease)
+            assert (outcome.features.rows - fresh_rows(loaded, IMAGES[number])).abs().max() <= 1e-6
+            outcome.release()
+    assert store.tier_of(refs[1].key) is None and store.check() == []
+    encoder.close()
+
+
 # Identity
 
 

@@ -78,11 +78,8 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path, tmp_path: Path) -
     with opened(folder, FeatureStore.open(tmp_path / "store")) as vlm:
         first = [ask(vlm, messages) for messages in conversations]
         assert [list(r.token_ids) for r in first] == expected
-        assert [[image.tier for image in r.images] for r in first] == [
-            ["encoded"],
-            ["prefix", "encoded"],
-            ["prefix", "prefix"],
-        ]
+        assert [image.tier for image in first[1].images] == ["prefix", "encoded"]
+        assert {image.tier for image in first[2].images} <= {"prefix", "host"}
         again = [ask(vlm, messages) for messages in conversations]
         assert [list(r.token_ids) for r in again] == expected
         assert all(r.usage.prompt_tokens - r.usage.cached_tokens <= BLOCK for r in again)
@@ -176,11 +173,13 @@ def test_swapped_images_share_no_block_behind_the_first(vlm: CachedVLM) -> None:
 def test_when_few_blocks_are_there_the_old_ones_go_and_answers_stay_right(folder: Path) -> None:
     conversations = [turns(seed)[1] for seed in range(5)]
     expected = by_transformers(folder, conversations, "float32")
-    with opened(folder, FeatureStore.open(None), blocks=24) as vlm:
+    with opened(folder, FeatureStore.open(None)) as vlm:
+        longest = max(len(build_prompt(vlm.loaded, vlm.encoder, messages).ids) for messages in conversations)
+    with opened(folder, FeatureStore.open(None), blocks=(longest + NEW_TOKENS) // BLOCK + 3) as vlm:
         for _ in range(2):
             replies = [ask(vlm, messages) for messages in conversations]
             assert [list(reply.token_ids) for reply in replies] == expected
-        assert min(reply.usage.cached_tokens for reply in replies) <= BLOCK
+        assert all(r.usage.prompt_tokens - r.usage.cached_tokens > BLOCK for r in replies)
 
 
 def test_prompts_of_different_salts_share_no_block(vlm: CachedVLM) -> None:
@@ -347,7 +346,7 @@ def test_a_hook_that_fails_ends_its_own_request(vlm: CachedVLM) -> None:
     params = SamplingParams(max_tokens=50, ignore_eos=True, logits_hook=fails)
     broken = vlm.engine.submit(prompt, params)
     fine = vlm.engine.submit(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
-    with pytest.raises(FeatcacheError, match="the grammar is broken"):
+    with pytest.raises(FeatcacheError, match="failed on this request: ValueError"):
         broken.result()
     assert len(fine.result().token_ids) == 4
     assert vlm.engine.stats()["failed"] == 1

@@ -7,6 +7,8 @@ them over as spans, pass tokens on. Two threads beside it get features (see `eng
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -202,17 +204,20 @@ class LMDeployEngine:
     def _begin(self, answer: Answer) -> None:
         task = self._loop.create_task(self._serve(answer))
         self._tasks[answer] = task
-        task.add_done_callback(lambda _: self._tasks.pop(answer, None))
+        task.add_done_callback(functools.partial(self._end_task, answer))
+
+    def _end_task(self, answer: Answer, task: asyncio.Task[None]) -> None:
+        del self._tasks[answer]
+        if task.cancelled():  # before it streamed, perhaps before its first step
+            if self._closing:
+                self._fail(answer, CancelledError("the engine was closed"))
+            else:
+                self._finish(answer, "cancelled")
 
     async def _serve(self, answer: Answer) -> None:
         try:
             async with self._slots:
                 self._finish(answer, await self._answered(answer))
-        except asyncio.CancelledError:  # before it streamed
-            if self._closing:
-                self._fail(answer, CancelledError("the engine was closed"))
-            else:
-                self._finish(answer, "cancelled")
         except Exception as exc:
             if not isinstance(exc, FeatcacheError):
                 log.exception("engine: a request failed")
@@ -412,8 +417,6 @@ def _release(lease: Any) -> None:
 
 
 def _salted(prompt: Prompt, epoch: int) -> Prompt:
-    import dataclasses
-
     return dataclasses.replace(prompt, salt=f"{prompt.salt}#{epoch}")
 
 
