@@ -255,20 +255,19 @@ def _open(folder: Path, share: float, store: Path, options: dict[str, Any]) -> A
 
 
 def _stand_in(folder: Path, store: Path) -> Any:
-    from lmdeploy_standin import StandInEngine
+    from lmdeploy_standin import open_stand_in
 
     from featcache import FeatureStore
-    from featcache.engine import CachedVLM
-    from featcache.engine.encoder import VisionEncoder
-    from featcache.engine.lmdeploy.engine import LMDeployEngine, LMDeploySettings
     from featcache.engine.loading import load_model
 
-    loaded, opened = load_model(folder, device="cpu", dtype="float32"), FeatureStore.open(store)
-    encoder = VisionEncoder(loaded, opened)
-    engine = StandInEngine(loaded, block=64, session_len=SESSION_LEN, blocks=1024)
-    settings = LMDeploySettings(max_model_len=SESSION_LEN)
-    return CachedVLM(
-        loaded, opened, encoder, LMDeployEngine(loaded, encoder, settings, engine), owns_store=True
+    loaded = load_model(folder, device="cpu", dtype="float32")
+    return open_stand_in(
+        loaded,
+        FeatureStore.open(store),
+        block=64,
+        blocks=1024,
+        session_len=SESSION_LEN,
+        max_model_len=SESSION_LEN,
     )
 
 

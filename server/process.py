@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -60,7 +60,11 @@ def run_server(model: str, settings: ServerSettings) -> int:
 def open_vlm(model: str, settings: ServerSettings) -> CachedVLM:
     """Load the model with the settings' store and limits. Takes seconds: call it in a thread."""
     from featcache.engine.engine import EngineSettings
+    from featcache.engine.lmdeploy.engine import LMDeploySettings
     from featcache.engine.vlm import CachedVLM
+
+    limits: dict[str, Any] = {"max_waiting": settings.max_waiting, "max_model_len": settings.max_model_len}
+    is_native = settings.backend == "native"
 
     return CachedVLM.from_pretrained(
         model,
@@ -72,7 +76,8 @@ def open_vlm(model: str, settings: ServerSettings) -> CachedVLM:
         dtype=settings.dtype,
         compile_tower=settings.compile_tower,
         check=settings.check,
-        settings=EngineSettings(max_waiting=settings.max_waiting, max_model_len=settings.max_model_len),
+        backend="native" if is_native else "lmdeploy",
+        settings=EngineSettings(**limits) if is_native else LMDeploySettings(tp=settings.tp, **limits),
     )
 
 

@@ -37,6 +37,8 @@ class ServerSettings:
     host_bytes: Annotated[int, "Host memory for features.", "size"] = 1 << 30
     disk_bytes: Annotated[int, "Disk for features.", "size"] = 20 << 30
     device_bytes: Annotated[int, "Device memory for features, on CUDA.", "size"] = 2 << 30
+    backend: Annotated[str, 'What generates: "native", or "lmdeploy" on CUDA.'] = "native"
+    tp: Annotated[int, "GPUs that share the model; more than 1 with --backend lmdeploy."] = 1
     device: Annotated[str | None, '"cuda" or "cpu"; by default CUDA if there is one.'] = None
     dtype: Annotated[str, '"auto", "bfloat16", "float16" or "float32".'] = "auto"
     compile_tower: Annotated[bool, "Run the vision tower's layers through torch.compile."] = False
@@ -68,7 +70,14 @@ class ServerSettings:
     ssl_keyfile: Annotated[Path | None, "Its key."] = None
 
     def __post_init__(self) -> None:
-        lowest = {"port": 0, "max_waiting": 1, "max_images": 0, "max_body_bytes": 1024, "media_max_bytes": 1}
+        lowest = {
+            "tp": 1,
+            "port": 0,
+            "max_waiting": 1,
+            "max_images": 0,
+            "max_body_bytes": 1024,
+            "media_max_bytes": 1,
+        }
         for name, least in lowest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)}; it is at least {least}")
@@ -81,6 +90,9 @@ class ServerSettings:
         for name in ("request_timeout", "media_timeout"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: {getattr(self, name)}; it is above 0")
+        _one_of("backend", self.backend, ("native", "lmdeploy"))
+        if self.tp > 1 and self.backend == "native":
+            raise ConfigError(f"tp: {self.tp}; the native backend runs on one GPU: use --backend lmdeploy")
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
 

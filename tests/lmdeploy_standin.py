@@ -20,7 +20,11 @@ from lmdeploy.pytorch.messages import SamplingParam, SequenceMeta, UpdateTokenMo
 from lmdeploy.pytorch.paging import Scheduler
 from lmdeploy.pytorch.strategies.ar.sequence import ARSequenceStrategy
 
+from featcache import FeatureStore
+from featcache.engine import CachedVLM
+from featcache.engine.encoder import VisionEncoder
 from featcache.engine.lmdeploy import models
+from featcache.engine.lmdeploy.engine import LMDeployEngine, LMDeploySettings
 from featcache.engine.loading import Loaded
 
 PROCESSORS = {
@@ -29,6 +33,22 @@ PROCESSORS = {
     "qwen2_5_vl": models._Qwen25VLProcessor,
     "qwen3_vl": lambda config: models._Qwen3VLProcessor(config, torch.float32),
 }
+
+
+def open_stand_in(
+    loaded: Loaded,
+    store: FeatureStore,
+    *,
+    block: int = 16,
+    blocks: int = 256,
+    session_len: int = 2048,
+    **settings: Any,
+) -> CachedVLM:
+    """A CachedVLM on the LMDeploy backend with a stand-in for its engine. It owns the store."""
+    encoder = VisionEncoder(loaded, store)
+    stand_in = StandInEngine(loaded, block=block, blocks=blocks, session_len=session_len)
+    engine = LMDeployEngine(loaded, encoder, LMDeploySettings(block=block, **settings), stand_in)
+    return CachedVLM(loaded, store, encoder, engine, owns_store=True)
 
 
 class StandInEngine:
@@ -121,6 +141,13 @@ class StandInEngine:
         return logits
 
 
+def _chosen(logits: torch.Tensor, params: Any, generator: torch.Generator) -> int:
+    if params.top_k == 1:
+        return int(logits.argmax())
+    shares = (logits / params.temperature).softmax(-1)
+    return int(torch.multinomial(shares, 1, generator=generator))
+
+
 class _Instance:
     """As lmdeploy.pytorch.engine.engine_instance.EngineInstance."""
 
@@ -163,6 +190,7 @@ class _Instance:
         metrics = RequestMetrics(0.0, [], cached_tokens=sequence.cached_tokens)
         embed = engine.loaded.model.get_input_embeddings()
         mode = UpdateTokenMode.PREFILL
+        generator = torch.Generator().manual_seed(params.random_seed or 0)
         for number in range(params.max_new_tokens):
             if sequence.session_id in engine.cancelled:
                 yield EngineOutput(ResponseType.CANCEL, [], req_metrics=metrics)
@@ -174,7 +202,7 @@ class _Instance:
             plain = values.log_softmax(-1)
             for processor in gen_config.logits_processors or ():
                 values = processor(torch.from_numpy(sequence.all_ids.astype(np.int64)), values)
-            token = int(values.argmax())
+            token = _chosen(values, params, generator)
             sequence.update_token_ids(np.array([token]), mode=mode)
             mode = UpdateTokenMode.DECODE
             scheduler.schedule_running([sequence])

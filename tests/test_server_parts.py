@@ -57,6 +57,14 @@ def test_every_setting_can_be_a_variable() -> None:
     assert len(names) == len(set(names)) and all(setting.help.endswith(".") for setting in settings())
 
 
+def test_a_backend_that_is_not_there_or_cannot_share_a_model_is_refused() -> None:
+    assert resolve({"backend": "lmdeploy", "tp": "2"}).tp == 2
+    with pytest.raises(ConfigError, match="backend: 'vllm'"):
+        resolve({"backend": "vllm"})
+    with pytest.raises(ConfigError, match="tp: 2; the native backend runs on one GPU: use --backend lmdeploy"):
+        resolve({}, FEATCACHE_TP="2")
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [
