@@ -183,7 +183,7 @@ def internvl(device: torch.device, tiny: bool) -> Loaded:
     special = [*CHATML, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
     tokenizer = make_tokenizer(special, names, "<|im_end|>")
     images = tf.GotOcr2ImageProcessor(
-        size={"height": 448, "width": 448}, crop_to_patches=True, min_patches=1, max_patches=12
+        size={"height": 448, "width": 448}, crop_to_patches=True, min_patches=1, max_patches=1 if tiny else 12
     )
     template = CHATML_IMAGE.replace("@IMAGE@", "<IMG_CONTEXT>\n")
     video = tf.InternVLVideoProcessor()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import multiprocessing
 import os
 import threading
@@ -57,7 +56,9 @@ class Stock:
     def __init__(self, folder: Path, share: float, stand_in: bool) -> None:
         from lmdeploy import PytorchEngineConfig
         from lmdeploy.serve.core import VLAsyncEngine
+        from lmdeploy.utils import get_logger
 
+        get_logger("lmdeploy").setLevel("WARNING")  # else it writes two lines a request
         config = PytorchEngineConfig(
             dtype="float16" if stand_in else "bfloat16",
             session_len=SESSION_LEN,
@@ -338,7 +339,6 @@ class Worker:
 
 def _serve(pipe: Any, kind: str, args: Any) -> None:
     began = time.perf_counter()
-    logging.getLogger("lmdeploy").setLevel(logging.WARNING)
     try:
         worker = {"stock": Stock, "ours": Ours}[kind](*args)
     except BaseException:

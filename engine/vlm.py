@@ -106,6 +106,8 @@ class CachedVLM:
             encoder = VisionEncoder(loaded, opened, namespace=namespace, check=check)
             engine = _engine(loaded, encoder, settings, pipeline)
         except BaseException:
+            if pipeline is not None:
+                pipeline.close()
             if opened is not store:
                 opened.close()
             raise

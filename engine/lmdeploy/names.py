@@ -30,6 +30,7 @@ TOUCHED = (
     ("lmdeploy.pytorch.models.patch", ("update_custom_module_map", "_get_model_class")),
     ("lmdeploy.pytorch.multimodal.data_type", ("MultiModalData",)),
     ("lmdeploy.pytorch.paging.block_trie", ("BlockTrie",)),
+    ("lmdeploy.utils", ("get_logger",)),
     (
         "lmdeploy.pytorch.models.internvl3_hf",
         (

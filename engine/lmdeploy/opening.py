@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, Literal
 
@@ -69,7 +70,9 @@ def _pipeline(name: str, path: str, precision: str, settings: LMDeploySettings) 
     os.environ.setdefault("LMDEPLOY_ENABLE_CHECK_ENV", "0")
     from lmdeploy.messages import PytorchEngineConfig
     from lmdeploy.pytorch.engine import Engine
+    from lmdeploy.utils import get_logger
 
+    get_logger("lmdeploy").setLevel(logging.WARNING)  # it would write lines for every request
     engine_config = PytorchEngineConfig(
         dtype=precision,
         tp=settings.tp,
