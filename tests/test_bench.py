@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from featcache.bench import QUESTIONS
-from featcache.bench.setting import Row, Setting, checked, ms
+from featcache.bench.setting import Point, Row, Setting, checked, ms
 from featcache.cli import app
 
 
@@ -59,6 +59,34 @@ def test_figures_are_medians_with_their_spread() -> None:
     row = ms("x", [0.001, 0.002, 0.009])
     assert (row.value, row.unit, row.is_right) == (2.0, "ms", None) and row.note == "p10 1.20, p90 7.60"
     assert checked("x", 3, 3).is_right is True and checked("x", 3, 4).is_right is False
+
+
+def test_the_page_holds_the_figures_and_their_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from featcache.bench import capacity
+
+    def measure(setting: Setting) -> list[Row]:
+        lines = [Row(f"turn {n}", 10.0 * n, "ms", point=Point("by turn", "a <b>", n)) for n in (1, 2)]
+        bars = [Row(f"stage {x}", 7.0, "ms", point=Point("stages", "decode", x)) for x in ("new", "known")]
+        return [*lines, *bars, checked("features & more", 1, 0)]
+
+    monkeypatch.setattr(capacity, "measure", measure)
+    path = tmp_path / "report.html"
+    result = run("capacity", "--html", str(path))
+    assert result.exit_code == 1
+    page = path.read_text()
+    assert page.count("<svg") == 2 and "by turn</text>" in page and "a &lt;b&gt;</text>" in page
+    assert ">WRONG<" in page and "features &amp; more" in page and ">expected 0<" in page
+    assert "#000000" not in page  # it would vanish on a dark page
+    monkeypatch.setattr("featcache.bench.report.find_spec", lambda name: None)
+    monkeypatch.setattr("featcache.cli.bench.find_spec", lambda name: None)
+    without = run("capacity", "--html", str(path))
+    assert "matplotlib isn't installed: the page has no plots" in without.stderr
+    assert "<svg" not in path.read_text() and ">WRONG<" in path.read_text()
+
+
+def test_a_shape_that_is_not_there_is_refused() -> None:
+    result = run("capacity", "--shape", "72B")
+    assert result.exit_code == 1 and "--shape: '72B'; there are small, 2B, 7B" in result.stderr
 
 
 @pytest.mark.soak

@@ -61,7 +61,9 @@ def test_a_backend_that_is_not_there_or_cannot_share_a_model_is_refused() -> Non
     assert resolve({"backend": "lmdeploy", "tp": "2"}).tp == 2
     with pytest.raises(ConfigError, match="backend: 'vllm'"):
         resolve({"backend": "vllm"})
-    with pytest.raises(ConfigError, match="tp: 2; the native backend runs on one GPU: use --backend lmdeploy"):
+    with pytest.raises(
+        ConfigError, match="tp: 2; the native backend runs on one GPU: use --backend lmdeploy"
+    ):
         resolve({}, FEATCACHE_TP="2")
 
 

@@ -25,3 +25,10 @@ QUESTIONS = {  # no torch here: the command lists them
     "restart": Question("restart", "What is a warm disk worth after a restart?"),
     "capacity": Question("capacity", "How much of what is it worth keeping where?"),
 }
+
+# of Qwen2-VL. Text: hidden, intermediate, layers, heads, KV heads; vision: depth, width, heads
+SHAPES = {
+    "small": ((512, 1536, 6, 8, 4), (6, 512, 8)),
+    "2B": ((1536, 8960, 28, 12, 2), (32, 1280, 16)),
+    "7B": ((3584, 18944, 28, 28, 4), (32, 1280, 16)),
+}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from featcache.bench.models import page, qwen2_vl
-from featcache.bench.setting import Row, Setting, checked, seconds_of
+from featcache.bench.setting import Point, Row, Setting, checked, seconds_of
 from featcache.engine.families.base import ImageOptions
 from featcache.features import Features, Layout
 from featcache.images import open_image
@@ -24,6 +24,7 @@ from featcache.store import FeatureStore
 
 TOKENS, HIDDEN = 64, 1024  # 128 KiB an image in bfloat16
 HOST, DISK = 8 << 20, 32 << 20
+PLOT = "Where features were found, by the working set's share of the host budget, %"
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -38,13 +39,18 @@ def measure(setting: Setting) -> Iterator[Row]:
         with FeatureStore.open(path, host_bytes=HOST, disk_bytes=DISK) as store:
             tiers, seconds, wrong = _traffic(store, images, setting.rounds(1500, 20_000))
         requests = sum(tiers.values())
-        hits = ", ".join(f"{tier} {tiers[tier] / requests:.0%}" for tier in ("host", "disk", "encoded"))
+        for tier in ("host", "disk", "encoded"):
+            yield Row(
+                f"working set {share:g} x the host budget: from {tier}",
+                100 * tiers[tier] / requests,
+                "%",
+                point=Point(PLOT, tier, f"{share:g} x"),
+            )
         mean = seconds / requests + tower_s * tiers["encoded"] / requests
         yield Row(
             f"working set {share:g} x the host budget ({images} images)",
             mean * 1e3,
             "ms to features",
-            note=hits,
         )
         yield checked(f"working set {share:g} x: features that are not their key's", wrong, 0)
 

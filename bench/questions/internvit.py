@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -12,20 +13,29 @@ from featcache.bench.setting import Row, Setting, ms, seconds_of
 TOLERANCE = 3e-2  # of the largest value, in bfloat16
 
 
+class Shape(NamedTuple):
+    name: str
+    width: int
+    depth: int
+    heads: int
+    intermediate: int
+
+
+SMALL = [Shape("an InternViT of width 256 and depth 4", 256, 4, 4, 1024)]
+REAL = [
+    Shape("InternViT-300M", 1024, 24, 16, 4096),
+    Shape("InternViT-6B", 3200, 45, 25, 12800),
+]
+
+
 def measure(setting: Setting) -> Iterator[Row]:
-    on_cuda = setting.device == "cuda"
-    width, depth = (1024, 24) if on_cuda else (256, 4)
-    config = transformers.InternVLVisionConfig(
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_hidden_layers=depth,
-        num_attention_heads=width // 64,
-    )
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if on_cuda else torch.float32
-    tower = transformers.InternVLVisionModel(config).to(setting.device, dtype).eval()
-    name = "InternViT-300M" if on_cuda else f"an InternViT of width {width} and depth {depth}"
-    tower.requires_grad_(False)
+    for shape in REAL if setting.device == "cuda" else SMALL:
+        yield from _measure(setting, shape)
+
+
+def _measure(setting: Setting, shape: Shape) -> Iterator[Row]:
+    tower, name = _tower(setting, shape), shape.name
+    dtype = tower.dtype
     for tiles in (1, 4) if setting.quick else (1, 13, 64):
         pixels = torch.randn(tiles, 3, 448, 448, device=setting.device, dtype=dtype)
         eager = tower(pixels).last_hidden_state
@@ -42,6 +52,23 @@ def measure(setting: Setting) -> Iterator[Row]:
                 off <= TOLERANCE,
                 f"{row.note}; off by {off:.1e} of the largest",
             )
+
+
+def _tower(setting: Setting, shape: Shape) -> transformers.InternVLVisionModel:
+    is_6b = shape.width == 3200  # it has RMS norms, and norms of queries and keys
+    config = transformers.InternVLVisionConfig(
+        hidden_size=shape.width,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.depth,
+        num_attention_heads=shape.heads,
+        norm_type="rms_norm" if is_6b else "layer_norm",
+        use_qk_norm=is_6b,
+    )
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        tower = transformers.InternVLVisionModel(config)
+    dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
+    return tower.to(dtype).eval().requires_grad_(False)
 
 
 def _ways(

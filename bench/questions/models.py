@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,24 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 
+from featcache.bench import SHAPES
 from featcache.bench.setting import Setting
 from featcache.bundled.tiny_model import make_tokenizer
 from featcache.engine.loading import Loaded, load_model
 
-# text: hidden, intermediate, layers, heads, KV heads; vision: depth, width, heads
-_QWEN2_VL_2B = ((1536, 8960, 28, 12, 2), (32, 1280, 16))
-_QUARTER = ((512, 1536, 6, 8, 4), (6, 512, 8))
+transformers.utils.logging.disable_progress_bar()
 
 
 def qwen2_vl(setting: Setting) -> Loaded:
-    """Qwen2-VL-2B's shape on CUDA in bfloat16; on a CPU one of 6 layers and hidden size 512 in float32."""
+    """Qwen2-VL of the setting's shape, in bfloat16 on CUDA, in float32 on a CPU."""
     folder = setting.folder / "model"
     if not folder.exists():
-        _save_qwen2_vl(folder, *(_QWEN2_VL_2B if setting.device == "cuda" else _QUARTER))
+        _save_qwen2_vl(folder, *SHAPES[setting.shape], setting.device)
     dtype = "bfloat16" if setting.device == "cuda" else "float32"
     return load_model(folder, device=setting.device, dtype=dtype)
 
 
-def _save_qwen2_vl(folder: Path, text: tuple[int, ...], vision: tuple[int, ...]) -> None:
+def _save_qwen2_vl(folder: Path, text: tuple[int, ...], vision: tuple[int, ...], device: str) -> None:
     tokenizer = make_tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     hidden, intermediate, layers, heads, kv_heads = text
@@ -68,7 +68,10 @@ def _save_qwen2_vl(folder: Path, text: tuple[int, ...], vision: tuple[int, ...])
         vision_end_token_id=ids("<|vision_end|>"),
     )
     torch.manual_seed(0)
-    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    with torch.device(device):  # billions of random numbers take minutes on a CPU
+        model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    if device == "cuda":
+        model.to(torch.bfloat16)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     transformers.Qwen2VLProcessor(
@@ -109,6 +112,11 @@ class Transformers:
         self._loaded = loaded
 
     def generate(self, messages: list[dict[str, Any]], tokens: int) -> list[int]:
+        return self.timed(messages, tokens)[0]
+
+    def timed(self, messages: list[dict[str, Any]], tokens: int) -> tuple[list[int], float]:
+        """The answer, and the seconds from the messages to its first token."""
+        first = _FirstToken()
         opened = [
             {**message, "content": [_opened(part) for part in message["content"]]}
             if isinstance(message["content"], list)
@@ -119,10 +127,26 @@ class Transformers:
             opened, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         ).to(self._loaded.device)
         output = self._loaded.model.generate(
-            **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+            **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, streamer=first
         )
         answer: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
-        return answer
+        return answer, first.seconds
+
+
+class _FirstToken:
+    """A streamer of transformers' that notes when the first token came. It is given the prompt first."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._puts = 0
+        self.seconds = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:
+            self.seconds = time.perf_counter() - self._began
+
+    def end(self) -> None: ...
 
 
 def _opened(part: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import transformers
+from PIL import Image
 
 from featcache.bench.models import Transformers, asks, page, qwen2_vl
 from featcache.bench.setting import Row, Setting, checked, ms, seconds_of
@@ -32,10 +36,26 @@ def measure(setting: Setting) -> Iterator[Row]:
         image = open_image(data)
         yield ms("decode", [seconds_of(lambda: open_image(data)) for _ in range(rounds)])
         yield ms("preprocess", [seconds_of(lambda: family.preprocess(image, options)) for _ in range(rounds)])
+        for name, call in _processors(setting, image):
+            call()
+            yield ms(
+                f"transformers' processor {name}", [seconds_of(call, setting.device) for _ in range(rounds)]
+            )
         known = page(1, setting)
         tier = vlm.store.tier_of(vlm.encoder.identify(known).key)
         hits = [seconds_of(lambda: _hit(vlm, known), setting.device) for _ in range(rounds)]
         yield ms("a hit, from bytes to features", hits, note=f"tier {tier}")
+
+
+def _processors(setting: Setting, image: Image.Image) -> Iterator[tuple[str, Callable[[], object]]]:
+    """transformers' image processor by PIL, and by torchvision where it can run."""
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 4096}
+    by_pil = transformers.Qwen2VLImageProcessorPil(size=size)
+    by_torchvision = transformers.Qwen2VLImageProcessor(size=size)
+    yield "by PIL", lambda: by_pil(images=image, return_tensors="pt")
+    for device in ("cpu", "cuda") if setting.device == "cuda" else ("cpu",):
+        run = partial(by_torchvision, images=image, return_tensors="pt", device=device)
+        yield f"by torchvision on {device}", run
 
 
 def _hit(vlm: CachedVLM, data: bytes) -> None:

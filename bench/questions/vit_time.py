@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import torch
 
 from featcache.bench.models import Transformers, asks, page, qwen2_vl
-from featcache.bench.setting import Row, Setting, checked, ms, seconds_of
+from featcache.bench.setting import Point, Row, Setting, checked, ms, seconds_of
 from featcache.engine import CachedVLM
 from featcache.engine.families.base import ImageOptions
 from featcache.features import Features
 from featcache.images import open_image
-from featcache.keys import source_digest
+from featcache.keys import FeatureKey, source_digest
 from featcache.store import FeatureStore
 
+PLOT = "Stages of an image until its features are there, ms"
+TOKENS = 9
 Messages = list[dict[str, Any]]
 
 
@@ -27,32 +30,59 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 def _stages(setting: Setting) -> Iterator[Row]:
     loaded = qwen2_vl(setting)
-    family, device = loaded.family, setting.device
-    spent: dict[str, list[float]] = {}
+    family, on_cuda = loaded.family, setting.device == "cuda"
+    new: dict[str, list[float]] = {}
+    out: dict[str, list[float]] = {}
+    known: dict[str, list[float]] = {}
 
-    def note(stage: str, seconds: float) -> None:
-        spent.setdefault(stage, []).append(seconds)
+    def note(stages: dict[str, list[float]], stage: str, call: Callable[[], object]) -> None:
+        stages.setdefault(stage, []).append(seconds_of(call, setting.device))
 
-    with FeatureStore.open(None, host_bytes="256MiB", device="cuda" if device == "cuda" else None) as store:
+    with FeatureStore.open(None, host_bytes="256MiB", device="cuda" if on_cuda else None) as store:
         for number in range(setting.rounds(4, 20) + 1):
             data = page(number, setting)
-            note("hash", seconds_of(partial(source_digest, data)))
-            note("decode", seconds_of(partial(open_image, data)))
+            note(new, "hash", partial(source_digest, data))
+            note(new, "decode", partial(open_image, data))
             image = open_image(data)
-            note("preprocess", seconds_of(partial(family.preprocess, image, ImageOptions())))
+            note(new, "preprocess", partial(family.preprocess, image, ImageOptions()))
             pixels = family.preprocess(image, ImageOptions())
-            encode = partial(family.encode, [pixels])
-            note("copy in and tower", seconds_of(encode, device))
-            rows = encode()[0]["rows"].clone()
-            note("features by .cpu()", seconds_of(rows.cpu, device))
+            if on_cuda:
+                began = time.perf_counter()
+                family.encode([pixels])
+                out.setdefault("until the tower's kernels are launched", []).append(
+                    time.perf_counter() - began
+                )
+            note(new, "copy in and tower", partial(family.encode, [pixels]))
+            rows = family.encode([pixels])[0]["rows"].clone()
+            if on_cuda:
+                tensors = list(pixels.tensors.values())
+                note(out, "copying the pixels in", lambda tensors=tensors: [t.to("cuda") for t in tensors])  # type: ignore[misc]
+                note(out, "features out by .cpu()", rows.cpu)
+                pinned = torch.empty_like(rows, device="cpu", pin_memory=True)
+                note(
+                    out,
+                    "features out to pinned memory, waiting",
+                    partial(pinned.copy_, rows, non_blocking=True),
+                )
             features = Features({"rows": rows}, pixels.layout)
-            key = number.to_bytes(32, "big")
-            note("features by put(), the caller's time", seconds_of(partial(store.put, key, features)))
+            key = FeatureKey(number.to_bytes(32, "big"))
+            began = time.perf_counter()
+            store.put(key, features)
+            out.setdefault("features out by put(), the caller's time", []).append(time.perf_counter() - began)
             store.flush()
-    for stage, seconds in spent.items():
-        is_void = stage == "features by .cpu()" and device == "cpu"
-        remark = "on a CPU nothing is copied" if is_void else ""
-        yield ms(f"stage: {stage}", seconds[1:], note=remark)  # the first is the warm-up
+            note(known, "hash", partial(source_digest, data))
+            note(known, "look up", partial(_look_up, store, key))
+    for stages, x in ((new, "new image"), (known, "known image")):
+        for stage, seconds in stages.items():
+            yield ms(f"{x}: {stage}", seconds[1:], point=Point(PLOT, stage, x))  # the first is the warm-up
+    for stage, seconds in out.items():
+        yield ms(f"new image: of that, or beside it: {stage}", seconds[1:])
+
+
+def _look_up(store: FeatureStore, key: FeatureKey) -> None:
+    lease = store.get(key)
+    assert lease is not None
+    lease.release()
 
 
 def _requests(setting: Setting) -> Iterator[Row]:
@@ -75,8 +105,18 @@ def _requests(setting: Setting) -> Iterator[Row]:
                 if n >= 0:
                     spent[name].append(seconds)
             wrong += answers[1] != answers[0] or answers[2] != answers[0]
+        messages = asks("what is written", page(99, setting))
+        replies = [
+            vlm.chat(messages, max_tokens=TOKENS, ignore_eos=True) for _ in range(setting.rounds(3, 10))
+        ]
     for name, times in spent.items():
         yield ms(f"request with one token: {name}", times)
+    steps = [(r.timings.total_s - r.timings.ttft_s) / (TOKENS - 1) for r in replies]
+    yield ms(
+        "request about a known page, its KV held: prefill of the rest",
+        [r.timings.prefill_s for r in replies[1:]],
+    )
+    yield ms("a decoding step", steps[1:])
     if loaded.dtype == torch.float32:  # bfloat16 kernels of other shapes have other last bits
         yield checked("answers that differ from transformers'", wrong, 0)
 

@@ -8,12 +8,13 @@ import platform
 import tempfile
 import time
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
-from featcache.bench import QUESTIONS
+from featcache.bench import QUESTIONS, SHAPES
 from featcache.cli.output import complain, print_table
 from featcache.errors import ConfigError
 
@@ -23,30 +24,52 @@ from featcache.errors import ConfigError
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--quick", is_flag=True, help="Few rounds: minutes for all of them on two cores.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
-def bench(names: tuple[str, ...], device: str, quick: bool, json_file: Path | None) -> None:
+@click.option("--html", "html_file", type=click.Path(path_type=Path), help="And there, as a page with plots.")
+@click.option("--shape", help="Of Qwen2-VL: small, 2B or 7B; by default small on a CPU and 2B on CUDA.")
+def bench(
+    names: tuple[str, ...],
+    device: str,
+    quick: bool,
+    json_file: Path | None,
+    html_file: Path | None,
+    shape: str | None,
+) -> None:
     """Measure what the cache saves on this machine.
 
-    QUESTION is one of those that `featcache bench` lists, or `all`. Models have random weights: on a CPU of a
-    small size, on CUDA of Qwen2-VL-2B's. Each run checks that answers and counts are what they must be; the exit
-    status is 1 if one isn't.
+    QUESTION is one of those that `featcache bench` lists, or `all`. Models have random weights. Each run checks
+    that answers and counts are what they must be; the exit status is 1 if one isn't. Plots need matplotlib:
+    pip install 'featcache[bench]'.
     """
     if not names:
         print_table(["question", "what it asks"], [(name, q.asked) for name, q in QUESTIONS.items()])
         return
     if unknown := [name for name in names if name not in QUESTIONS and name != "all"]:
         raise ConfigError(f"{unknown[0]}: no such question; there are all, {', '.join(QUESTIONS)}")
+    shape = shape or ("2B" if device == "cuda" else "small")
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape: {shape!r}; there are {', '.join(SHAPES)}")
+    if html_file is not None and not _can_draw():
+        complain("matplotlib isn't installed: the page has no plots")
     chosen = list(QUESTIONS) if "all" in names else list(dict.fromkeys(names))
-    report = {**_machine(device, quick), "quick": quick, "questions": {}}
+    report = {**_machine(device, quick, shape), "quick": quick, "questions": {}}
     for name in chosen:
-        report["questions"][name] = _answer(name, device, quick)
+        report["questions"][name] = _answer(name, device, quick, shape)
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=2))
+        if html_file is not None:
+            from featcache.bench.report import write_html
+
+            write_html(html_file, report, {name: question.asked for name, question in QUESTIONS.items()})
     click.echo("\nnot measured: " + "; ".join(report["not_measured"]))
     if not all(answer["is_right"] for answer in report["questions"].values()):
         raise click.exceptions.Exit(1)
 
 
-def _answer(name: str, device: str, quick: bool) -> dict[str, Any]:
+def _can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def _answer(name: str, device: str, quick: bool, shape: str) -> dict[str, Any]:
     from featcache.bench.setting import Row, Setting
 
     click.echo(f"\n{name}: {QUESTIONS[name].asked}")
@@ -54,7 +77,7 @@ def _answer(name: str, device: str, quick: bool) -> dict[str, Any]:
     rows: list[Row] = []
     error = None
     with tempfile.TemporaryDirectory(prefix="featcache-bench-") as folder:
-        setting = Setting(device, quick, Path(folder))
+        setting = Setting(device, quick, Path(folder), shape)
         try:
             rows.extend(import_module(f"featcache.bench.{QUESTIONS[name].module}").measure(setting))
         except Exception as exc:  # the other questions are still asked
@@ -70,7 +93,7 @@ def _answer(name: str, device: str, quick: bool) -> dict[str, Any]:
     return {"is_right": is_right, "error": error, "seconds": seconds, "rows": [row.to_json() for row in rows]}
 
 
-def _machine(device: str, quick: bool) -> dict[str, Any]:
+def _machine(device: str, quick: bool, shape: str) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -82,13 +105,18 @@ def _machine(device: str, quick: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    machine = {"device": name, "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d"), **versions}
+    machine = {
+        "device": name,
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+        **versions,
+        "shape": shape,
+    }
     click.echo(", ".join(f"{key} {value}" for key, value in machine.items()))
     return {
         "machine": machine,
         "not_measured": [
-            "beside LMDeploy and vLLM: featcache has no backend for LMDeploy yet, and neither is installed",
-            "InternViT-6B, and models larger than Qwen2-VL-2B",
+            "beside LMDeploy and vLLM: bench/h200_lmdeploy.py is a run of its own, on CUDA",
             *([] if device == "cuda" else ["real shapes, CUDA graphs and copies: they need --device cuda"]),
             *(["compiled towers: leave --quick out"] if quick else []),
         ],
