@@ -31,6 +31,39 @@ ImageSource: TypeAlias = Union[str, "os.PathLike[str]", bytes, "Image.Image"]
 # a kind of JPEG to Pillow.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "QOI")
 
+
+class _WholeFiles:
+    """Inside, Pillow refuses truncated files: half an image must not be kept as the whole one.
+
+    Its LOAD_TRUNCATED_IMAGES is one switch for the process, and libraries turn it on (LMDeploy, by being
+    imported). It is turned back on when the last thread has left.
+    """
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()  # guards both below
+        self._inside = 0
+        self._was_on = False
+
+    def __enter__(self) -> None:
+        from PIL import ImageFile
+
+        with self._changing:
+            self._inside += 1
+            self._was_on |= ImageFile.LOAD_TRUNCATED_IMAGES
+            if self._was_on:
+                ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+    def __exit__(self, *_: object) -> None:
+        from PIL import ImageFile
+
+        with self._changing:
+            self._inside -= 1
+            if self._was_on and self._inside == 0:
+                ImageFile.LOAD_TRUNCATED_IMAGES, self._was_on = True, False
+
+
+_WHOLE_FILES = _WholeFiles()
+
 # Pillow's lazy load of one image isn't thread-safe, and a conversation may hold the same PIL image twice.
 _LOADING = threading.Lock()
 
@@ -84,8 +117,9 @@ def open_image(
     name = name or describe(source)
     content = read_source(source, limits, name)
     if isinstance(content, bytes):
-        return _decoded(content, limits, name)
-    with _LOADING:
+        with _WHOLE_FILES:
+            return _decoded(content, limits, name)
+    with _LOADING, _WHOLE_FILES:
         return _canonical(content, name, owned=False)
 
 

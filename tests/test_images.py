@@ -535,7 +535,21 @@ def test_pillows_own_settings_stay_as_they_are() -> None:
     pixel_digest(encoded(noise(8, 8), "JPEG"))
     refusal(header_only("PNG", 60_000, 60_000))
     refusal(encoded(noise(8, 8), "JPEG")[:-20])
-    assert (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES) == before == (89_478_485, False)
+    assert before == (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
+    assert before[0] == 89_478_485
+
+
+def test_truncated_files_are_refused_where_the_process_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    whole = encoded(noise(60, 60), "JPEG")
+    Image.open(BytesIO(whole[:-200])).load()  # which Pillow lets pass
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(lambda _: pixel_digest(whole), range(20)))
+        reasons = list(pool.map(lambda _: refusal(whole[:-200]).reason, range(20)))
+    assert len(set(digests)) == 1 and all("truncated" in reason for reason in reasons)
+    lazy = Image.open(BytesIO(whole[:-200]))
+    assert "truncated" in refusal(lazy).reason
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
 @settings(max_examples=300, deadline=None)
