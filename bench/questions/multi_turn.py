@@ -18,7 +18,11 @@ from featcache.store import FeatureStore
 
 TOKENS = 8
 PLOT = "Time to the first token by turn, ms"
-KEPT = {"nothing": (0, False), "features": ("1GiB", False), "features and KV": ("1GiB", True)}
+KEPT: dict[str, tuple[int | str, bool]] = {
+    "nothing": (0, False),
+    "features": ("1GiB", False),
+    "features and KV": ("1GiB", True),
+}
 
 
 class Turn(NamedTuple):
