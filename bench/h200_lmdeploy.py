@@ -40,8 +40,8 @@ ANSWER = 32
 class Bench:
     """Both workers, and what they are asked."""
 
-    def __init__(self, folder: Path, tiny: bool, options: dict[str, Any]) -> None:
-        self.folder, self.tiny, self.options = folder, tiny, options
+    def __init__(self, folder: Path, tiny: bool) -> None:
+        self.folder, self.tiny = folder, tiny
         self.random = random.Random(0)
         self.pictures = photographs(4 if tiny else 400, *((112, 84) if tiny else SIZE))
         self.stock = Worker("stock", folder / "model", 0.25, tiny)
@@ -49,7 +49,7 @@ class Bench:
         say(f"  started: stock {self.stock.started_s:.1f} s, ours {self.ours.started_s:.1f} s")
 
     def open_ours(self) -> Worker:
-        return Worker("ours", self.folder / "model", 0.35, self.tiny, self.folder / "store", self.options)
+        return Worker("ours", self.folder / "model", 0.35, self.tiny, self.folder / "store")
 
     def picture(self) -> str:
         """A data URL of a picture that nobody has seen."""
@@ -314,7 +314,7 @@ def main() -> None:
         save_folder(SHAPE, folder / "model", device, TINY)
         torch.cuda.empty_cache()
         say(f"  saved after {time.perf_counter() - began:.1f} s")
-        BENCH = Bench(folder, TINY, {})
+        BENCH = Bench(folder, TINY)
         report = functools.partial(write_report, given.json, device)
         is_right = run_sections(SECTIONS, given.only, given.seconds, report)
         BENCH.ours.end()

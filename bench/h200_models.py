@@ -124,17 +124,23 @@ def median_ms(call: Callable[[], object], runs: int = 7) -> float:
 # Models
 
 
-def qwen25_vl(device: torch.device, tiny: bool) -> Loaded:
-    """Qwen2.5-VL-3B; an image of 1792 x 1456 is 3,328 tokens."""
-    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    names |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+def _qwen() -> tuple[Any, str, dict[str, int]]:
+    """A tokenizer, its chat template, and the special tokens as Qwen's configurations name them."""
+    parts = ("image_pad", "video_pad", "vision_start", "vision_end")
+    fields = ("image_token", "video_token", "vision_start_token", "vision_end_token")
+    names = {field: f"<|{part}|>" for field, part in zip(fields, parts, strict=True)}
     tokenizer = make_tokenizer(QWEN, names, "<|im_end|>")
     template = CHATML_IMAGE.replace("@IMAGE@", "<|vision_start|><|image_pad|><|vision_end|>")
+    return tokenizer, template, {f"{f}_id": tokenizer.convert_tokens_to_ids(t) for f, t in names.items()}
+
+
+def qwen25_vl(device: torch.device, tiny: bool) -> Loaded:
+    """Qwen2.5-VL-3B; an image of 1792 x 1456 is 3,328 tokens."""
+    tokenizer, template, ids = _qwen()
     size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
     images = tf.Qwen2VLImageProcessor(size=size)
     video = tf.Qwen2VLVideoProcessor()
     processor = tf.Qwen2_5_VLProcessor(images, tokenizer, video, chat_template=template)
-    ids = tokenizer.convert_tokens_to_ids
     text = {
         "vocab_size": 151936,
         "hidden_size": 2048,
@@ -167,10 +173,7 @@ def qwen25_vl(device: torch.device, tiny: bool) -> Loaded:
     config = tf.Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=ids("<|image_pad|>"),
-        video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"),
-        vision_end_token_id=ids("<|vision_end|>"),
+        **ids,
         tie_word_embeddings=False,
     )
     return _loaded("Qwen2.5-VL-3B", config, processor, device)
@@ -229,15 +232,11 @@ def internvl(device: torch.device, tiny: bool) -> Loaded:
 
 def qwen3_vl(device: torch.device, tiny: bool) -> Loaded:
     """Qwen3-VL with DeepStack, of a few layers: to be right on, not to be timed."""
-    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    names |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
-    tokenizer = make_tokenizer(QWEN, names, "<|im_end|>")
-    template = CHATML_IMAGE.replace("@IMAGE@", "<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer, template, ids = _qwen()
     size = {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 1024}
     images = tf.Qwen2VLImageProcessor(size=size, patch_size=16, temporal_patch_size=2, merge_size=2)
     video = tf.Qwen3VLVideoProcessor()
     processor = tf.Qwen3VLProcessor(images, tokenizer, video, chat_template=template)
-    ids = tokenizer.convert_tokens_to_ids
     text = {
         "vocab_size": 2000,
         "hidden_size": 256 if tiny else 1024,
@@ -266,10 +265,7 @@ def qwen3_vl(device: torch.device, tiny: bool) -> Loaded:
     config = tf.Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=ids("<|image_pad|>"),
-        video_token_id=ids("<|video_pad|>"),
-        vision_start_token_id=ids("<|vision_start|>"),
-        vision_end_token_id=ids("<|vision_end|>"),
+        **ids,
         tie_word_embeddings=False,
     )
     return _loaded("Qwen3-VL", config, processor, device)

@@ -129,10 +129,8 @@ class Stock:
 class Ours:
     """CachedVLM with backend="lmdeploy"."""
 
-    def __init__(
-        self, folder: Path, share: float, stand_in: bool, store: Path, options: dict[str, Any]
-    ) -> None:
-        self.vlm = _stand_in(folder, store) if stand_in else _open(folder, share, store, options)
+    def __init__(self, folder: Path, share: float, stand_in: bool, store: Path) -> None:
+        self.vlm = _stand_in(folder, store) if stand_in else _open(folder, share, store)
         self.pool = ThreadPoolExecutor(THREADS)
 
     def run(self, requests: Sequence[Request], prepared: bool = False) -> Run:
@@ -229,9 +227,6 @@ class Ours:
                 worst = max(worst, float((mine - theirs).abs().max() / theirs.abs().max()))
         return worst
 
-    def stats(self) -> dict[str, Any]:
-        return self.vlm.stats()
-
     def flush(self) -> None:
         self.vlm.store.flush()
 
@@ -239,7 +234,7 @@ class Ours:
         self.vlm.close()
 
 
-def _open(folder: Path, share: float, store: Path, options: dict[str, Any]) -> Any:
+def _open(folder: Path, share: float, store: Path) -> Any:
     from featcache.engine import CachedVLM
     from featcache.engine.lmdeploy.engine import LMDeploySettings
 
@@ -251,7 +246,6 @@ def _open(folder: Path, share: float, store: Path, options: dict[str, Any]) -> A
         store=store,
         host_bytes="8GiB",
         settings=settings,
-        **options,
     )
 
 

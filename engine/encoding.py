@@ -48,6 +48,10 @@ class Encoded(Generic[A]):
     ready: torch.cuda.Event | None
     seconds: float
 
+    def release(self) -> None:
+        for lease in self.leases.values():
+            lease.release()
+
 
 class EncodingThread(Generic[A]):
     """Gets features for all sequences that want some, in one call up to MAX_TOKENS; others in the next.
@@ -89,8 +93,7 @@ class EncodingThread(Generic[A]):
             self._changed.notify_all()
         self._thread.join()
         for encoded in self.take():
-            for lease in encoded.leases.values():
-                lease.release()
+            encoded.release()
 
     def _run(self) -> None:
         while True:

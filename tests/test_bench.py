@@ -78,7 +78,6 @@ def test_the_page_holds_the_figures_and_their_plots(tmp_path: Path, monkeypatch:
     assert ">WRONG<" in page and "features &amp; more" in page and ">expected 0<" in page
     assert "#000000" not in page  # it would vanish on a dark page
     monkeypatch.setattr("featcache.bench.report.find_spec", lambda name: None)
-    monkeypatch.setattr("featcache.cli.bench.find_spec", lambda name: None)
     without = run("capacity", "--html", str(path))
     assert "matplotlib isn't installed: the page has no plots" in without.stderr
     assert "<svg" not in path.read_text() and ">WRONG<" in path.read_text()

@@ -248,6 +248,31 @@ def test_cancelling_ends_one_request_and_frees_its_place(vlm: CachedVLM) -> None
     assert (stats["running"], stats["waiting"], stats["cancelled"]) == (0, 0, 2)
 
 
+def test_cancelled_in_the_turn_that_its_features_come_it_holds_none(
+    vlm: CachedVLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = vlm.engine
+    take, features = engine._take_encoded, vlm.encoder.features
+    leases: list[Any] = []
+
+    def take_and_cancel() -> None:
+        answers = list(engine._featured)
+        take()
+        for answer in answers:
+            engine._stop(answer)
+
+    def seen(refs: Any) -> Any:
+        outcomes = features(refs)
+        leases.extend(outcomes)
+        return outcomes
+
+    monkeypatch.setattr(engine, "_take_encoded", take_and_cancel)
+    monkeypatch.setattr(vlm.encoder, "features", seen)
+    prompt = build_prompt(vlm.loaded, vlm.encoder, turns(5)[0])
+    assert engine.submit(prompt).result(timeout_s=60).finish_reason == "cancelled"
+    assert len(leases) == 1 and leases[0].is_released
+
+
 def test_more_than_may_wait_are_refused(model_folder: Callable[[str], Path]) -> None:
     with opened(model_folder("qwen2_vl"), FeatureStore.open(None), max_running=1, max_waiting=1) as vlm:
         prompt = build_prompt(vlm.loaded, vlm.encoder, turns(5)[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_prefix import PIECES, identity, prompt
+from test_prefix import PIECES, identity, num_common, prompt
 
 pytest.importorskip("lmdeploy", reason="LMDeploy is not installed: see tests/lmdeploy.txt")
 
@@ -70,14 +70,10 @@ def test_lmdeploy_reuses_the_blocks_that_mean_the_same_and_no_other(
 ) -> None:
     """All but the block of the last token, which it computes anyway."""
     a, b = prompt(one, salt), prompt(other, other_salt)
-    x, y = identity(a), identity(b)
-    common = 0
-    while common < min(len(x), len(y)) and x[common] == y[common]:
-        common += 1
     lmdeploy = scheduler(block)
     assert scheduled(lmdeploy, 1, a, block).cached_tokens == 0
     lmdeploy.end_session(1)
-    expected = min(common, len(y) - 1) // block * block if salt == other_salt else 0
+    expected = min(num_common(a, b), len(b.ids) - 1) // block * block if salt == other_salt else 0
     assert scheduled(lmdeploy, 2, b, block).cached_tokens == expected
 
 

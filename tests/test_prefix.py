@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -50,6 +51,12 @@ def identity(of: Prompt) -> list[Any]:
     return tokens
 
 
+def num_common(one: Prompt, other: Prompt) -> int:
+    """Tokens at the beginning that stand for the same."""
+    pairs = zip(identity(one), identity(other), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def hashes(of: Prompt) -> list[bytes]:
     chain = PrefixChain(of)
     chain.extend(of.ids)
@@ -71,11 +78,7 @@ def test_two_prompts_share_the_blocks_that_mean_the_same_and_no_other(
     one: list[Any], other: list[Any], salt: str, other_salt: str
 ) -> None:
     a, b = prompt(one, salt), prompt(other, other_salt)
-    x, y = identity(a), identity(b)
-    common = 0
-    while common < min(len(x), len(y)) and x[common] == y[common]:
-        common += 1
-    expected = common // BLOCK if salt == other_salt else 0
+    expected = num_common(a, b) // BLOCK if salt == other_salt else 0
     same = [p == q for p, q in zip(hashes(a), hashes(b), strict=False)]
     assert same == [number < expected for number in range(len(same))]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,6 +89,3 @@ def clients(vlm: CachedVLM, requests: Requests) -> Answers:
     for thread in threads:
         thread.join()
     return [found[n] for n in range(len(requests))]
-
-
-Run = Callable[[CachedVLM, Requests], Answers]

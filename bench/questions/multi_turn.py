@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,10 +33,7 @@ class Turn(NamedTuple):
     tiers: tuple[str, ...] = ()
 
 
-class Asked(Protocol):
-    def __call__(self, messages: list[dict[str, Any]]) -> Turn: ...
-
-
+Asked = Callable[[list[dict[str, Any]]], Turn]
 Talks = dict[int, list[Turn]]
 
 

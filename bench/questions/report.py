@@ -27,9 +27,13 @@ def write_html(path: Path, report: Mapping[str, Any], asked: Mapping[str, str]) 
     path.write_text(page, encoding="utf-8")
 
 
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
 def plots(rows: Rows) -> list[str]:
     """One SVG for each plot that rows stand in; none without matplotlib."""
-    if find_spec("matplotlib") is None:
+    if not can_draw():
         return []
     drawn: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:

@@ -344,11 +344,14 @@ class LMDeployEngine:
         (self._looking_up if is_held else self._encoding).want([Wanted(answer, images)])
         try:
             encoded: Encoded[Answer] = await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # both in one turn of the loop
+                future.result().release()
+            raise
         finally:
             del self._featured[answer]
         if encoded.error is not None:
-            for lease in encoded.leases.values():
-                lease.release()
+            encoded.release()
             raise encoded.error
         answer.encode_s += encoded.seconds
         for image, lease in encoded.leases.items():
@@ -365,8 +368,7 @@ class LMDeployEngine:
             if future is not None and not future.done():
                 future.set_result(encoded)
             else:
-                for lease in encoded.leases.values():
-                    lease.release()
+                encoded.release()
 
     # Ends
 

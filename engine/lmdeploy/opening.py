@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from featcache.engine.loading import Loaded, bind, load_model, locate, read_conf
 from featcache.errors import ModelError
 
 ADAPTERS = ("internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-TowerName = Literal["lmdeploy", "transformers"]
 
 
 def open_lmdeploy(
@@ -24,13 +23,11 @@ def open_lmdeploy(
     settings: LMDeploySettings,
     *,
     dtype: str = "auto",
-    tower: TowerName | None = None,
 ) -> tuple[Loaded, Any]:
     """Load a model. Returns it as the encoder sees it, and LMDeploy's engine.
 
-    tower: whose code makes the features. "lmdeploy" (the default with one GPU) gives bit for bit what
-        LMDeploy gives by itself; "transformers" (the default with several) shares its features with the
-        native backend and `featcache warm`.
+    With one GPU, LMDeploy's own tower makes the features. With several it is in other processes: transformers'
+    tower makes them here, and they are those of the native backend and `featcache warm`.
 
     Raises ModelError if LMDeploy is missing or another version, or if it or featcache can't serve the model.
     """
@@ -44,12 +41,9 @@ def open_lmdeploy(
         )
     if not torch.cuda.is_available():
         raise ModelError("backend lmdeploy needs a CUDA device; the native backend runs on the CPU too")
-    tower = tower or ("lmdeploy" if settings.tp == 1 else "transformers")
-    if tower == "lmdeploy" and settings.tp > 1:
-        raise ModelError("tower: with tp > 1 LMDeploy's tower is in other processes; use 'transformers'")
     precision = _dtype(name, config, dtype)
     loaded = None
-    if tower == "transformers":
+    if settings.tp > 1:
         loaded = load_model(model, device="cuda", dtype=precision, tower_only=True)
     pipeline = _pipeline(name, path, precision, settings)
     if loaded is None:

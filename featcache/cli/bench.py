@@ -8,7 +8,6 @@ import platform
 import tempfile
 import time
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,11 @@ def bench(
     shape = shape or ("2B" if device == "cuda" else "small")
     if shape not in SHAPES:
         raise ConfigError(f"--shape: {shape!r}; there are {', '.join(SHAPES)}")
-    if html_file is not None and not _can_draw():
-        complain("matplotlib isn't installed: the page has no plots")
+    if html_file is not None:
+        from featcache.bench.report import can_draw, write_html
+
+        if not can_draw():
+            complain("matplotlib isn't installed: the page has no plots")
     chosen = list(QUESTIONS) if "all" in names else list(dict.fromkeys(names))
     report = {**_machine(device, quick, shape), "quick": quick, "questions": {}}
     for name in chosen:
@@ -57,16 +59,10 @@ def bench(
         if json_file is not None:
             json_file.write_text(json.dumps(report, indent=2))
         if html_file is not None:
-            from featcache.bench.report import write_html
-
             write_html(html_file, report, {name: question.asked for name, question in QUESTIONS.items()})
     click.echo("\nnot measured: " + "; ".join(report["not_measured"]))
     if not all(answer["is_right"] for answer in report["questions"].values()):
         raise click.exceptions.Exit(1)
-
-
-def _can_draw() -> bool:
-    return find_spec("matplotlib") is not None
 
 
 def _answer(name: str, device: str, quick: bool, shape: str) -> dict[str, Any]:
